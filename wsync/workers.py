@@ -266,6 +266,8 @@ class Workers(Outlet):
         try:
             async with asyncio.timeout(remaining(deadline)):
                 while missing := [worker for worker in workers if worker not in self._members]:
+                    if self._closed:
+                        raise NotConnected("the sender was shut down meanwhile")
                     rejected = {w: Cause("failed", text) for w, text in self._rejected.items() if w in workers}
                     raise_causes(rejected, "weights do not fit")
                     if died := dead.intersection(missing):
@@ -495,6 +497,7 @@ class Workers(Outlet):
 
     async def _close(self, graceful: bool) -> None:
         self._listener.close()
+        self._news.set()  # `connect` in another thread ends
         if graceful and self._members:
             farewells = [asyncio.ensure_future(one.session.finish()) for one in self._members.values()]
             await asyncio.wait(farewells, timeout=_FAREWELL)

@@ -148,6 +148,7 @@ def test_an_engine_that_never_comes() -> None:
         ({"urls": "http://user:word@a"}, "like 'http://host:8000', not 'http://…@a'"),
         *(({"urls": f"http://{end}"}, "like 'http://host:8000'") for end in ("a/b c", "ü", "a/?", "a#", "[::1", "a:0")),
         ({"urls": "http://a", "pause": "stop"}, "pause is 'abort'"),
+        ({"urls": "http://a", "transfer": "nccl"}, "transfer is 'wsync'"),
         ({"urls": "http://a", "token": "x\r\ny"}, "printable"),
     ],
 )

@@ -16,10 +16,11 @@ import torch
 from asgi_server import serve
 from torch import Tensor
 
+import wsync
 from wsync.deadlines import deadline_in
 from wsync.engine import protocol
 from wsync.engine.app import engine_app
-from wsync.engine.client import BodyTransfer, EngineClient
+from wsync.engine.client import BodyTransfer, EngineClient, VersionSource
 from wsync.engine.outlet import Engines
 from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
 from wsync.gate import gate
@@ -190,7 +191,8 @@ def test_an_answer_that_does_not_fit_is_a_failure_of_that_engine(route: str, con
         else:
             with pytest.raises(kind, match=url):
                 trainer.__enter__()
-        assert asked.count(protocol.PAUSE) == asked.count(protocol.RESUME)  # nothing stays paused
+        begun = protocol.START in asked and kind is not None  # then it stays paused, as weights may be incomplete
+        assert asked.count(protocol.PAUSE) == asked.count(protocol.RESUME) + begun
 
 
 def test_a_transfer_of_ones_own_has_the_methods_of_vllm() -> None:
@@ -212,8 +214,72 @@ def test_a_transfer_of_ones_own_has_the_methods_of_vllm() -> None:
         assert asked[1:] == [protocol.WORLD_SIZE, protocol.INIT, protocol.PAUSE, protocol.START, protocol.UPDATE,
                              protocol.FINISH, protocol.RESUME]  # fmt: skip
         cause = trainer.send(weights(2))[0]
-        assert cause.kind == "failed" and "the transfer fails" in cause.text and asked[-1] == protocol.RESUME
-        assert not trainer.send(weights(3))
+        assert cause.kind == "failed" and "the transfer fails" in cause.text and "stays paused" in cause.text
+        assert asked[-1] == protocol.UPDATE
+        assert not trainer.send(weights(3)) and asked[-1] == protocol.RESUME
+
+
+def test_an_update_of_a_dead_trainer_is_finished_before_another_is_begun() -> None:
+    asked, active = list[str](), True
+
+    def answer(path: str) -> tuple[int, bytes]:
+        nonlocal active
+        asked.append(path)
+        if path == protocol.START and active:
+            return 500, b'{"error": {"message": "called while a weight update is already active."}}'
+        active = active and path != protocol.FINISH
+        return 200, b'{"world_size": 1}'
+
+    with serve(answering(answer)) as url, Trainer([url], weights(1)):
+        assert asked[2:] == [protocol.START, protocol.FINISH, protocol.START, protocol.UPDATE, protocol.FINISH]
+
+
+def test_an_engine_that_refuses_the_layout_is_not_waited_for() -> None:
+    def answer(path: str) -> tuple[int, bytes]:
+        return (500 if path == protocol.INIT else 200), b'{"world_size": 2, "error": {"message": "no such weight"}}'
+
+    with serve(answering(answer)) as url, wsync.HTTPWeightSyncScheme(url, transfer="wsync", timeout=200.0) as scheme:
+        scheme.init_on_sender("policy", weights=weights(1))
+        with pytest.raises(WorkerFailed, match=f"{url}: phase init .*answered 500: no such weight"):
+            scheme.connect()
+
+
+@pytest.mark.parametrize("silent", [protocol.PAUSE, protocol.UPDATE])
+def test_an_engine_that_is_dead_is_named_while_a_request_waits(silent: str) -> None:
+    """Its server answers, its core does not: as vLLM's ``/health`` says with 503."""
+    dead = False
+
+    def answer(path: str) -> tuple[int, bytes | None]:
+        if dead and path == protocol.HEALTH:
+            return 503, b""
+        return 200, None if dead and path == silent else b'{"world_size": 1}'
+
+    with serve(answering(answer)) as url, Trainer([url], weights(1), pause="keep", timeout=60.0) as trainer:
+        dead = True
+        cause = trainer.send(weights(2))[0]
+        assert cause.kind == "died" and f"{url}: phase {silent.split('_')[0][1:]}: the engine has died" in cause.text
+        assert "503" in cause.text and not trainer.engines.workers
+
+
+def test_the_source_is_one_of_vllm_before_and_after_its_change() -> None:
+    layout, buffer = packed(weights(4))
+    source = VersionSource(layout)
+    assert source.metadata() == source.metadata and [meta.name for meta in source.metadata] == source.owned_names(0)
+    source.update = Update(1, buffer)
+    assert source.implements_iter_full() and same(dict(source.iter_full()), dict(source))
+
+
+def test_vllm_is_never_updated_without_a_pause_nor_sent_what_a_checkpoint_lacks() -> None:
+    assert wsync.HTTPWeightSyncScheme("http://a", transfer="wsync").pause == "keep"
+    assert wsync.HTTPWeightSyncScheme("http://a").pause is None
+    model, loaded = torch.nn.Linear(2, 2), Loaded(token=None)
+    model.register_buffer("inv_freq", torch.ones(2), persistent=False)
+    model.register_buffer("kept", torch.ones(2))
+    with serve(loaded.app) as url, wsync.HTTPWeightSyncScheme(url) as scheme:
+        scheme.init_on_sender("policy", model=model)
+        scheme.connect()
+        scheme.send()
+        assert loaded.weights.keys() == {"weight", "bias", "kept"} and loaded.app.version == "2"
 
 
 def test_what_cannot_be_sent_is_refused() -> None:

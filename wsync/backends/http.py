@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, NoReturn
+from functools import partial
+from typing import Any, ClassVar, Literal, NoReturn
 
 from wsync.engine.client import BodyTransfer, EngineClient, MakeTransfer, checked_url
 from wsync.engine.outlet import Engines
@@ -12,6 +13,7 @@ from wsync.engine.protocol import PAUSE_MODES, PauseMode, require_valid_token
 from wsync.receiver import Receiver
 from wsync.scheme import WeightSyncScheme
 from wsync.transforms import Transform
+from wsync.weights.source import DeviceMap, Source
 
 
 class HTTPWeightSyncScheme(WeightSyncScheme):
@@ -19,7 +21,8 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
 
     Engines are taken side by side through the four phases of vLLM's native weight transfer: *init* once for a layout,
     then for each version *start*, *update* and *finish*. The weights are bodies of HTTP requests, which the engines of
-    ``wsync.engine_app`` take; ``docs/engines.md`` shows a ``transfer`` for vLLM's own engines.
+    ``wsync.engine_app`` take. vLLM's own servers take them by ``transfer="wsync"``: see ``docs/engines.md``. Parameters
+    and persistent buffers are sent.
 
     Worker ``i`` is the engine of ``urls[i]``. A finished ``send`` means: each engine has loaded the version. Errors
     name the URL, the phase and the answer. ``readmit(i)`` sends an engine that has been started again the newest
@@ -29,14 +32,20 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         urls: the URLs of the engines (``"http://10.0.0.5:8000"``); one or several. Weights go to no other host:
             redirects are errors, proxies are not used.
         token: sent as a bearer token. It is readable on the way unless the URL is ``https``.
+        transfer: None: HTTP bodies. ``"wsync"``: by a connection of wsync to each rank of a vLLM server that runs with
+            ``--weight-transfer-config '{"backend": "wsync"}'``. Or a function ``(EngineClient, VersionSource) → object
+            with send_weights()``.
         pause: what happens to generations in flight, around the last three phases: ``"abort"`` ends them, ``"wait"``
-            waits for their end, ``"keep"`` has them go on with the new weights (mixed versions); None: nothing is
-            paused. For engines that have these routes, as vLLM's.
-        transfer: a function ``(EngineClient, VersionSource) → object with send_weights()``; None: HTTP bodies.
+            waits for their end, ``"keep"`` has them go on with the new weights (mixed versions). None: ``"keep"``, as
+            vLLM cannot generate meanwhile; with HTTP bodies, nothing is paused.
+        clear_cache: whether a pause clears the engine's caches. If not, tokens after a known prefix are computed from
+            states of older weights.
+        host: with ``"wsync"``: the address of this machine to which engines connect; None: the one from which each
+            engine is called.
         sync, timeout, send_transform: as in ``WeightSyncScheme``; ``connect`` waits for engines that are starting.
 
     Raises:
-        ValueError: no URL, a malformed or repeated one, an unknown ``pause``, a bad token.
+        ValueError: no URL, a malformed or repeated one, an unknown ``pause`` or ``transfer``, a bad token.
     """
 
     name = "http"
@@ -47,8 +56,10 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         urls: str | Sequence[str],
         *,
         token: str | None = None,
+        transfer: Literal["wsync"] | MakeTransfer | None = None,
         pause: PauseMode | None = None,
-        transfer: MakeTransfer | None = None,
+        clear_cache: bool = True,
+        host: str | None = None,
         sync: bool = True,
         timeout: float | None = 60.0,
         send_transform: Transform | Sequence[Transform] | None = None,
@@ -59,15 +70,27 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
             raise ValueError(f"urls has each engine once, and at least one: {self.urls}")
         if pause is not None and pause not in PAUSE_MODES:
             raise ValueError(f"pause is {', '.join(map(repr, PAUSE_MODES))} or None, not {pause!r}")
+        if not (transfer is None or transfer == "wsync" or callable(transfer)):
+            raise ValueError(f"transfer is 'wsync', a function or None, not {transfer!r}")
         require_valid_token(token)
         self.token = token
-        self.pause: PauseMode | None = pause
         self.transfer = transfer
+        self.pause: PauseMode | None = pause if pause or transfer is None else "keep"
+        self.clear_cache = clear_cache
+        self.host = host
 
     def make_outlet(self, model_id: str, num_workers: int) -> Engines:
         scheme = weakref.proxy(self)  # a scheme that is dropped is closed
         clients = [EngineClient(url, self.token) for url in self.urls]
-        return Engines(clients, self.transfer or BodyTransfer, self.pause, lambda: scheme.timeout)
+        transfer = self.transfer or BodyTransfer
+        if isinstance(transfer, str):
+            from wsync.engine.vllm import DataTransfer  # it uses another scheme
+
+            transfer = partial(DataTransfer, host=self.host)
+        return Engines(clients, transfer, self.pause, lambda: scheme.timeout, clear_cache=self.clear_cache)
+
+    def make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:
+        return super().make_source(model_id, weights, device_map_fn, persistent=True, **options)
 
     def implied_worker_counts(self) -> Mapping[str, int]:
         return {"urls": len(self.urls)}

@@ -96,12 +96,14 @@ class EngineClient:
         version: the version of the weights that are being sent.
         phase: of the last request: ``"init"``, ``"start"``, ``"update"``, ``"finish"``, ``"pause"``, ….
         times: seconds that the engine has waited for its gate, and that the load took, as it said last.
+        own_host: the address from which the engine was called last.
     """
 
     def __init__(self, url: str, token: str | None = None) -> None:
         self.url = checked_url(url)
         self.deadline: float | None = None
         self.version, self.phase, self.times = 0, "connect", (0.0, 0.0)
+        self.own_host = "127.0.0.1"
         self._headers = {} if token is None else {"Authorization": f"Bearer {token}"}
         parts = urlsplit(self.url)
         self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
@@ -111,11 +113,22 @@ class EngineClient:
 
     def init_weight_transfer_engine(self, init_info: Fields) -> None:
         """Phase 1, once for a layout: tell the engine how weights will travel."""
-        self.post("init", protocol.INIT, {"init_info": dict(init_info)})
+        self._begin("init", protocol.INIT, {"init_info": dict(init_info)})
 
     def start_weight_update(self, fields: Fields | None = None) -> None:
         """Phase 2: begin a version. vLLM takes no ``fields``."""
-        self.post("start", protocol.START, fields)
+        self._begin("start", protocol.START, fields)
+
+    def _begin(self, phase: str, route: str, fields: Fields | None) -> None:
+        """Make a request again after an update that a dead trainer has begun is finished, if the engine has one."""
+        try:
+            self.post(phase, route, fields)
+        except EngineError as error:
+            if "already active" not in str(error):
+                raise
+            with suppress(EngineError):  # of a rank that has ended it
+                self.post(phase, protocol.FINISH)
+            self.post(phase, route, fields)
 
     def update_weights(self, update_info: Fields) -> None:
         """Phase 3, for transfers beside HTTP: have the engine receive weights. One or more times."""
@@ -158,15 +171,18 @@ class EngineClient:
         transfer: bool = False,
     ) -> Fields:
         """Make a request with fields (as JSON) or weights; return the fields of its answer. EngineError: it failed."""
-        self.phase = phase
-        method = "GET" if route == protocol.WORLD_SIZE else "POST"
+        health = route == protocol.HEALTH  # asked while another thread's request waits
+        if not health:
+            self.phase = phase
+        method = "GET" if health or route == protocol.WORLD_SIZE else "POST"
         where = f"{self.url}: phase {phase} ({method} {route})"
         headers = self._headers
         if body is not None and not isinstance(body, memoryview):
             body, headers = memoryview(msgspec.json.encode(body)), {**headers, "Content-Type": "application/json"}
         sock: socket.socket | None = None
         try:
-            sock = self._connected(deadline)
+            sock = self._new_connection(deadline) if health else self._connected(deadline)
+            self.own_host = sock.getsockname()[0]
             if transfer:
                 self._busy.add(sock)
             connection = HTTPConnection(self._host, self._port)  # only writes and reads what travels by `sock`
@@ -175,7 +191,8 @@ class EngineClient:
             connection.request(method, self._path + route, body, headers)
             response = connection.getresponse()
             status, answer = response.status, response.read(_ANSWER_BYTES)
-            if response.isclosed() and not response.will_close:
+            # After an exception, uvicorn answers 500 as if the connection stayed open, and closes it.
+            if status == 200 and response.isclosed() and not response.will_close and not health:
                 self._idle.append((sock, time.monotonic()))
                 sock = None
         except (HTTPException, OSError) as error:
@@ -183,17 +200,20 @@ class EngineClient:
                 raise EngineError(f"{where}: no answer before the deadline", "late") from error
             raise EngineError(f"{where}: {type(error).__name__}: {error}", "died") from error
         finally:
-            self._busy.clear()
+            if transfer:
+                self._busy.clear()
             if sock is not None:
                 sock.close()
         found: dict[str, Any] | None = None
         said = answer.decode(errors="replace").strip()[:_SHOWN]
         with suppress(msgspec.DecodeError, RecursionError):
             found = msgspec.json.decode(answer, type=dict[str, Any])
-            said = str(found.get("error") or said)
+            error = found.get("error")
+            said = str((error.get("message") if isinstance(error, dict) else error) or said)  # vLLM's is an object
         if status != 200:
             hint = " (a vLLM server has this route with VLLM_SERVER_DEV_MODE=1)" if status == 404 else ""
-            raise EngineError(f"{where}: answered {status}{hint}: {said}", status=status)
+            dead = status == 503 or "EngineDead" in said
+            raise EngineError(f"{where}: answered {status}{hint}: {said}", "died" if dead else "failed", status)
         if found is None:
             raise EngineError(f"{where}: answered what is no JSON object: {said!r}", status=status)
         return found
@@ -207,6 +227,9 @@ class EngineClient:
             ):  # the engine has closed it
                 return sock
             sock.close()
+        return self._new_connection(deadline)
+
+    def _new_connection(self, deadline: float | None) -> socket.socket:
         left = remaining(deadline)
         if left == 0.0:
             raise TimeoutError
@@ -222,43 +245,63 @@ class EngineClient:
 
 
 class ParamMeta(NamedTuple):
-    """As in vLLM."""
+    """As in vLLM: every rank of the trainer has the whole tensor."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    owners: None = None
+    mesh_shape: None = None
+    placements: None = None
+
+
+class Metadata(list[ParamMeta]):
+    """A list, which vLLM 0.33 reads; vLLM 0.32 calls ``source.metadata()`` to get it."""
+
+    def __call__(self) -> Metadata:
+        return self
 
 
 class VersionSource:
-    """The weights that are sent to one engine, of one version: what vLLM calls a ``WeightSource``.
+    """The weights that are sent to one engine, of one version: a ``WeightSource`` of vLLM 0.32 and of 0.33.
 
     Attributes:
         device: where the tensors are copied to when they are read; None: they stay where they were packed (the CPU).
         update: the version. None outside ``send_weights``.
+        metadata: names, types and shapes.
     """
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
         self.device: torch.device | str | None = None
         self.update: Update | None = None
-
-    def metadata(self) -> list[ParamMeta]:
-        entries = zip(self.layout.names, self.layout.dtypes, self.layout.shapes, strict=True)
-        return [ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in entries]
+        entries = zip(layout.names, layout.dtypes, layout.shapes, strict=True)
+        self.metadata = Metadata(ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in entries)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         assert self.update is not None, "the source is read within send_weights()"
         for name, view in zip(self.layout.names, self.update.views, strict=True):
             yield name, view if self.device is None else view.to(self.device)
 
+    iter_full = __iter__  # of vLLM 0.33, as the next three
+
+    def implements_iter_full(self) -> bool:
+        return True
+
+    def implements_iter_local(self) -> bool:
+        return False
+
+    def owned_names(self, rank: int) -> list[str]:
+        return list(self.layout.names)
+
     def held_names(self) -> None:
-        """Return None. vLLM calls it for the tensors that this process holds; None means all."""
+        """Return None, by which vLLM 0.32 knows that this process has all tensors."""
 
 
 MakeTransfer = Callable[[EngineClient, VersionSource], Any]
 """Makes the transfer to one engine, as phase 1 (init). Its ``send_weights()`` sends what the source has now, by the
 phases start, update and finish, as vLLM's ``TrainerWeightTransferEngine`` does. Both are called in threads of their
-own. Exceptions that they raise, the trainer raises as ``WorkerFailed``."""
+own. Exceptions that they raise, the trainer raises as ``WorkerFailed``. ``shutdown()``, if there is one, ends it."""
 
 
 class BodyTransfer:

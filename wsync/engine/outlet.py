@@ -16,7 +16,7 @@ from wsync.control.loop import control_loop, run_blocking
 from wsync.control.session import checksum_of
 from wsync.deadlines import deadline_in, earlier, remaining
 from wsync.engine.client import EngineClient, EngineError, MakeTransfer, VersionSource
-from wsync.engine.protocol import PAUSE, RESUME, WORLD_SIZE, PauseMode
+from wsync.engine.protocol import HEALTH, PAUSE, RESUME, WORLD_SIZE, PauseMode
 from wsync.errors import LayoutMismatch, as_text
 from wsync.update import Cause, Outlet, Stage, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
@@ -25,7 +25,9 @@ from wsync.workers import raise_causes
 
 _PROBE = 2.0  # seconds for one request to an engine that may be starting
 _SHORTEST, _LONGEST = 0.02, 0.25  # seconds between two of them
-_RESUME_TIMEOUT = 5.0  # seconds in which an engine is resumed after an update has failed
+_RESUME_TIMEOUT = 5.0  # seconds in which an engine is resumed after an update that has not begun, or is complete
+_HEALTH_INTERVAL = 1.0  # seconds for which an engine may be silent before it is asked whether it lives
+_BEGUN = ("start", "update", "finish")  # phases after which an engine may have no usable weights
 
 
 class Engine:
@@ -37,16 +39,20 @@ class Engine:
         latest: the newest version for its index, also while it is absent.
     """
 
-    def __init__(self, client: EngineClient, make_transfer: MakeTransfer, pause: PauseMode | None) -> None:
+    def __init__(
+        self, client: EngineClient, make_transfer: MakeTransfer, pause: PauseMode | None, clear_cache: bool
+    ) -> None:
         self.client = client
         self.present = False
         self.cause = ""
         self.latest: Update | None = None
         self._make_transfer, self._pause = make_transfer, pause
+        self._pause_route = f"{PAUSE}?mode={pause}&clear_cache={str(clear_cache).lower()}"
         self._delivering: asyncio.Task[None] | None = None
         self._outcome: asyncio.Future[Cause | None] | None = None  # of the newest version
         self._turn = asyncio.Lock()  # held by the delivery that is in progress
         self._transfer: tuple[Layout, VersionSource, Any] | None = None
+        self._ending: asyncio.Future[Any] | None = None  # of the transfer before
 
     async def probe(self, deadline: float | None) -> Cause | None:
         """Wait until the engine answers; return why it did not: it refuses, it was disconnected, or it is too late."""
@@ -101,7 +107,8 @@ class Engine:
 
     def disconnect(self, cause: str) -> None:
         """Treat the engine as dead; what waits for it is told so. Its next version begins with a new transfer."""
-        self.present, self.cause, self._transfer = False, cause, None
+        self.present, self.cause = False, cause
+        self._end_transfer()
         if self._outcome is not None and not self._outcome.done():
             self._outcome.set_result(Cause("died", cause))
         self.client.give_up()
@@ -110,9 +117,17 @@ class Engine:
         """End what is being sent; wait until it has ended, for some seconds."""
         self.disconnect("the sender was shut down")
         with suppress(TimeoutError):
-            async with asyncio.timeout(_RESUME_TIMEOUT), self._turn:
-                pass
+            async with asyncio.timeout(_RESUME_TIMEOUT):
+                async with self._turn:
+                    pass
+                if self._ending is not None:
+                    await self._ending
         self.client.close()
+
+    def _end_transfer(self) -> None:
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None and hasattr(transfer[2], "shutdown"):
+            self._ending = asyncio.ensure_future(run_blocking("engine", transfer[2].shutdown))
 
     # --- one attempt ---
 
@@ -120,19 +135,24 @@ class Engine:
         """Send a version (None: only init, for a new layout); return why that has failed."""
         client = self.client
         client.deadline = deadline
+        client.phase = "connect"
         try:
             await self._send(layout, update)
+            return None
         except EngineError as error:
-            return Cause(error.kind, str(error))
+            kind, text = error.kind, str(error)
         except Exception as error:  # noqa: BLE001  a user's transfer raises anything; the trainer raises WorkerFailed
-            return Cause("failed", f"{client.url}: phase {client.phase}:\n{as_text(error)}")
-        return None
+            kind, text = "failed", f"{client.url}: phase {client.phase}:\n{as_text(error)}"
+        if self._pause is not None and client.phase in _BEGUN and kind != "died":
+            text += "\nThe engine stays paused until it has a whole version: send again"
+        return Cause(kind, text)
 
     async def _send(self, layout: Layout, update: Update | None) -> None:
         if self._transfer is None or self._transfer[0] != layout:
-            self._transfer, self.client.phase = None, "init"
+            self._end_transfer()
+            self.client.phase = "init"
             source = VersionSource(layout)
-            transfer = await run_blocking("engine", self._make_transfer, self.client, source)
+            transfer = await self._blocking(self._make_transfer, self.client, source)
             self._transfer = layout, source, transfer
         _, source, transfer = self._transfer
         if update is None:
@@ -141,28 +161,45 @@ class Engine:
         async with self._paused():
             source.update = update
             try:
-                await run_blocking("engine", transfer.send_weights)
+                await self._blocking(transfer.send_weights)
             finally:
                 source.update = None
 
     async def _request(self, phase: str, route: str, deadline: float | None) -> None:
         await run_blocking("engine", partial(self.client.request, phase, route, deadline=deadline))
 
+    async def _blocking(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call what waits for the engine; EngineError: its ``/health``, on another connection, says that it is dead."""
+        call = asyncio.ensure_future(run_blocking("engine", function, *args))
+        while not (await asyncio.wait([call], timeout=_HEALTH_INTERVAL))[0]:
+            try:
+                await self._request("health", HEALTH, deadline_in(_PROBE))
+            except EngineError as error:
+                if error.kind != "died":  # no answer yet, or there is no such route
+                    continue
+                self.client.give_up()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_RESUME_TIMEOUT):
+                        await asyncio.gather(call, return_exceptions=True)
+                said = f"{self.client.url}: phase {self.client.phase}: the engine has died: {error}"
+                raise EngineError(said, "died") from error
+        return call.result()
+
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
-        """Pause generation while the block runs, if that is wanted; also resume it after an error."""
+        """Pause generation while the block runs, if that is wanted. After an error, no update may be half done."""
         if self._pause is None:
             yield
             return
-        deadline = self.client.deadline
         try:
-            await self._request("pause", f"{PAUSE}?mode={self._pause}", deadline)
+            await self._blocking(self.client.post, "pause", self._pause_route)
             yield
-            await self._request("resume", RESUME, deadline)
+            await self._blocking(self.client.post, "resume", RESUME)
         except BaseException:
             phase = self.client.phase
-            with suppress(EngineError):  # the other error is the one to report
-                await self._request("resume", RESUME, deadline_in(_RESUME_TIMEOUT))
+            if phase not in _BEGUN:
+                with suppress(EngineError):  # the other error is the one to report
+                    await self._request("resume", RESUME, deadline_in(_RESUME_TIMEOUT))
             self.client.phase = phase
             raise
 
@@ -176,9 +213,11 @@ class Engines(Outlet):
         make_transfer: MakeTransfer,
         pause: PauseMode | None,
         timeout: Callable[[], float | None],
+        *,
+        clear_cache: bool = True,
     ) -> None:
         self.name = secrets.token_hex(8)
-        self._engines = [Engine(client, make_transfer, pause) for client in clients]
+        self._engines = [Engine(client, make_transfer, pause, clear_cache) for client in clients]
         self._timeout = timeout
         self._pool = BufferPool()
         self._layout: Layout | None = None

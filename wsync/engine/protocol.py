@@ -32,6 +32,7 @@ FINISH = "/finish_weight_update"
 PAUSE = "/pause"
 RESUME = "/resume"
 WORLD_SIZE = "/get_world_size"
+HEALTH = "/health"
 
 TRANSFER = "body"
 

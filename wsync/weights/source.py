@@ -89,6 +89,7 @@ class Source:
 
     ``strategy``: the format that ``device_map_fn`` is given. ``own_buffers``: whether every worker gets a part (and so
     a buffer) of its own, even if all parts are equal. ``undefined``: why no weights define the layout.
+    ``persistent``: whether non-persistent buffers are left out.
     """
 
     def __init__(
@@ -100,6 +101,7 @@ class Source:
         own_buffers: bool = False,
         transform: Chain | None = None,
         undefined: str = "",
+        persistent: bool = False,
     ) -> None:
         if weights is not None and not isinstance(weights, nn.Module | TensorDictBase | Mapping):
             raise no_weights(weights)
@@ -108,7 +110,7 @@ class Source:
         if device_map_fn is not None and per_worker(weights) is not None:
             raise ValueError("these are each worker's own weights already: leave device_map_fn out")
         self.weights = weights
-        self._undefined = undefined
+        self._undefined, self._persistent = undefined, persistent
         self._strategy = strategy or WeightStrategy()
         self._device_map_fn, self._own_buffers, self._transform = device_map_fn, own_buffers, transform
         self._optional = frozenset[str]()  # the non-persistent buffers of the first weights
@@ -199,7 +201,8 @@ class Source:
         return given
 
     def _read(self, given: object) -> Snapshot:
-        return self._index_of(given).snapshot() if is_module(given) else snapshot(given)
+        read = self._index_of(given).snapshot() if is_module(given) else snapshot(given)
+        return read.with_optional(()) if self._persistent else read
 
     def _part(self, workers: Sequence[int], given: object, layout: Layout) -> Part:
         """Return weights, with the non-persistent buffers that the first ones had: a state dict has none."""

@@ -1,0 +1,109 @@
+"""A stock vLLM server as its users see it, and what ``transformers`` says about the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+import wsync
+
+VOCABULARY = 256
+
+
+def make(seed: int) -> Any:
+    """Return a model with random weights, biases included. A head has 32 dimensions: vLLM dies of 16 on a CPU."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+        tie_word_embeddings=True, initializer_range=0.08,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def save(folder: Path) -> None:
+    """Make a folder that vLLM serves."""
+    make(0).save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w2"))
+    PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1", pad_token="w2").save_pretrained(
+        folder
+    )
+
+
+class Server(NamedTuple):
+    """A server that may be starting still."""
+
+    url: str
+    pid: int
+
+    def post(self, route: str, body: Any = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        method = "GET" if route in ("/is_paused", "/get_world_size") else "POST"
+        request = urllib.request.Request(self.url + route, data, headers, method=method)
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return json.loads(answer.read() or b"{}")
+
+    def paused(self) -> bool:
+        return self.post("/is_paused")["is_paused"]
+
+    def complete(self, prompt: Sequence[int], tokens: int, **options: Any) -> tuple[list[int], list[float]]:
+        """Return the tokens that follow, and their log-probabilities."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "logprobs": 0, **options}
+        found = self.post("/v1/completions", {**body, "return_token_ids": True})["choices"][0]
+        return found["token_ids"], found["logprobs"]["token_logprobs"]
+
+    def serves(self, model: Any, prompt: Sequence[int]) -> bool:
+        """Whether greedy outputs are those of ``transformers``."""
+        return self.complete(prompt, 12, temperature=0)[0] == greedy(model, prompt)
+
+    def core(self) -> int:
+        """The process that runs the model."""
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                if parent == self.pid and "EngineCore" in (folder / "cmdline").read_text():
+                    return int(folder.name)
+            except OSError:  # it has ended
+                continue
+        raise LookupError("there is no engine core")
+
+    def kill_core(self) -> None:
+        os.kill(self.core(), 9)
+
+
+def greedy(model: Any, prompt: Sequence[int]) -> list[int]:
+    tokens = [*prompt]
+    with torch.no_grad():
+        for _ in range(12):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def log_probabilities(model: Any, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+
+
+@contextmanager
+def trainer(server: Server, model: Any, **options: Any) -> Iterator[wsync.HTTPWeightSyncScheme]:
+    """A trainer that has sent the weights of ``model``: a module, or a state dict."""
+    with wsync.HTTPWeightSyncScheme(server.url, transfer="wsync", **{"timeout": 120.0, **options}) as scheme:
+        given = {"weights": model} if isinstance(model, dict) else {"model": model}
+        scheme.init_on_sender("policy", **given)
+        scheme.connect()
+        yield scheme

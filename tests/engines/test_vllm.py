@@ -1,0 +1,176 @@
+"""From a trainer into an unmodified vLLM: each token is of one version, and what fails is named."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stock_vllm import VOCABULARY, Server, log_probabilities, make, trainer
+
+import wsync
+from wsync.engine.client import EngineClient, EngineError
+from wsync.engine.protocol import FINISH, START
+
+pytest.importorskip("vllm", reason="there is no vLLM here: `make engines` makes an environment that has it")
+
+PROMPT = [5, 9, 11, 40, 77, 200, 31]
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.mark.parametrize("pause", [None, "wait", "abort"])
+def test_each_token_of_a_busy_engine_is_of_one_version(server: Server, pause: Any) -> None:
+    """Three clients generate, while 20 versions are sent. ``transformers`` knows the log-probabilities of each one."""
+    versions, answers, stop, sent = {1: make(1)}, list[Any](), threading.Event(), 1
+
+    def generate(seed: int) -> None:
+        chance = random.Random(seed)
+        while not stop.is_set():
+            prompt = [chance.randrange(3, VOCABULARY) for _ in range(chance.randrange(4, 40))]
+            began = sent
+            answers.append((began, prompt, *server.complete(prompt, 60, temperature=1.0, seed=chance.randrange(9999))))
+
+    clients = [threading.Thread(target=generate, args=(seed,)) for seed in range(3)]
+    with trainer(server, versions[1], pause=pause) as scheme:
+        server.complete(PROMPT, 2, temperature=1.0)  # vLLM compiles something then
+        for client in clients:
+            client.start()
+        seconds = list[float]()
+        try:
+            for version in range(2, 22):
+                versions[version] = make(version)
+                time.sleep(0.2)
+                began = time.perf_counter()
+                report = scheme.send(versions[version])
+                seconds.append(time.perf_counter() - began)
+                assert report is not None and report.version == version
+                sent = version
+                if version % 5 == 0:
+                    assert server.serves(versions[version], PROMPT)
+        finally:
+            stop.set()
+            for client in clients:
+                client.join()
+    assert server.serves(versions[21], PROMPT)
+    spanning = count = 0
+    for began, prompt, tokens, found in answers:
+        fits = {
+            v: (log_probabilities(model, prompt, tokens) - torch.tensor(found)).abs() < 2e-3
+            for v, model in versions.items()
+        }
+        first = at = began  # the version that was complete when the request was made
+        for number in range(len(tokens)):
+            at = next((v for v in range(at, 22) if fits[v][number]), 0)
+            assert at, f"token {number} of a request that began with version {began} fits no later version"
+            first = at if number == 0 else first
+        count, spanning = count + len(tokens), spanning + (at > first)
+    middle = sorted(seconds)[10]
+    print(f"pause={pause}: {count} tokens, {spanning} answers of several versions, {middle:.3f} s ({max(seconds):.3f})")
+    assert count > 1000 and bool(spanning) == (pause is None)
+
+
+def test_a_stale_prefix_is_not_used(server: Server) -> None:
+    """Unless ``clear_cache=False``, which shows that the test would notice."""
+    prompt = [3 + i * 7 % 250 for i in range(400)]  # more than a block of the cache
+    old, new, newer = make(31), make(32), make(33)
+    with trainer(server, old, clear_cache=False) as scheme:
+        server.complete(prompt, 1)
+        scheme.send(new)
+        tokens, found = server.complete(prompt, 4, temperature=0)
+        assert (log_probabilities(new, prompt, tokens) - torch.tensor(found)).abs().max() > 0.05
+    with trainer(server, new) as scheme:
+        server.complete(prompt, 1)
+        scheme.send(newer)
+        assert server.serves(newer, prompt)
+
+
+def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve(server: Server) -> None:
+    old, good = make(41), make(42).state_dict()
+    with trainer(server, old):
+        pass
+    down, value, bias = (
+        f"model.layers.1.{end}" for end in ("mlp.down_proj.weight", "self_attn.v_proj.weight", "self_attn.q_proj.bias")
+    )
+    wrong = [
+        ({**good, "model.layers.1.mlp.other.weight": good[down]}, "other"),
+        ({**good, down: good[down][:, :-1].contiguous()}, rf"does not take '{down}' of shape \(128, 255\)"),
+        ({**good, bias: good[bias][:-1].contiguous()}, rf"does not take '{bias}'"),
+        ({name: tensor for name, tensor in good.items() if name != down}, rf"needs more weights.*{down}"),
+        ({name: tensor for name, tensor in good.items() if name != value}, r"needs more weights.*qkv_proj.*v_proj"),
+    ]
+    for weights, said in wrong:
+        with (
+            pytest.raises(wsync.WorkerFailed, match=rf"{server.url}: phase init (?s:.*){said}"),
+            trainer(server, weights),
+        ):
+            pass
+        assert server.serves(old, PROMPT)
+
+
+def test_a_version_that_does_not_arrive_leaves_the_old_one(server: Server) -> None:
+    old = make(51)
+    with trainer(server, old), pytest.raises(Exception, match="999 was announced"):
+        client = EngineClient(server.url)
+        client.request("start", START, deadline=None)
+        try:
+            client.update_weights({"version": 999, "timeout": 5})
+        finally:
+            with suppress(EngineError):
+                client.post("update", FINISH)
+            client.close()
+    assert server.serves(old, PROMPT)
+
+
+def test_a_load_that_fails_half_way_leaves_the_engine_paused_until_a_version_is_whole(server: Server) -> None:
+    with trainer(server, make(61)) as scheme:
+        server.post("/collective_rpc", {"method": "fail_half_way"})
+        with pytest.raises(
+            wsync.WorkerFailed, match=r"phase update (?s:.*)planted(?s:.*)stays paused until it has a whole"
+        ):
+            scheme.send(make(62))
+        assert server.paused()
+        scheme.send(make(63))
+        assert not server.paused() and server.serves(make(63), PROMPT)
+
+
+KILLED = """
+import os, sys
+from stock_vllm import Server, make, trainer
+from wsync.engine.client import EngineClient
+with trainer(Server(sys.argv[1], 0), make(71)) as scheme:
+    setattr(EngineClient, sys.argv[2], lambda *_, **__: os.kill(os.getpid(), 9))
+    scheme.send(make(72))
+"""
+
+
+@pytest.mark.parametrize("phase", ["start_weight_update", "update_weights", "finish_weight_update"])
+def test_the_next_trainer_takes_over_from_one_that_was_killed(server: Server, phase: str) -> None:
+    command = [sys.executable, "-c", KILLED, server.url, phase]
+    assert subprocess.run(command, cwd=Path(__file__).parent, timeout=120).returncode == -signal.SIGKILL
+    assert server.paused()
+    with trainer(server, make(73)) as scheme:
+        assert not server.paused() and server.serves(make(73), PROMPT)
+        scheme.send(make(74))
+        assert server.serves(make(74), PROMPT)
+
+
+def test_a_killed_engine_core_is_named(server: Server) -> None:
+    """The last test: the server does not live on."""
+    with trainer(server, make(81)) as scheme:
+        os.kill(server.core(), signal.SIGSTOP)  # the next request waits
+        threading.Timer(1.5, server.kill_core).start()
+        began = time.monotonic()
+        with pytest.raises(wsync.WorkerDied, match=rf"worker 0: {server.url}: phase pause") as caught:
+            scheme.send(make(82))
+        print(f"named after {time.monotonic() - began - 1.5:.1f} s: {str(caught.value)[:300]}")
+        with pytest.raises(wsync.NotConnected):
+            scheme.send(make(83))

@@ -1,0 +1,99 @@
+"""Stock vLLM, updated by wsync's own connection: the trainer's half, and the entry point by which vLLM finds the rest.
+
+    trainer   publish ─→ POST /start ─→ POST /update {version} ───────────────────→ POST /finish
+    engine                each rank: pull the version (shared memory, or a socket) ─→ load it layer by layer
+
+HTTP carries the phases. The weights of a version go from the trainer to each rank, and are loaded when all have come.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import wsync
+from wsync.deadlines import remaining
+from wsync.engine.client import EngineClient, EngineError, VersionSource
+from wsync.engine.protocol import FINISH
+
+MODEL = "engine"  # the name by which both ends know the model
+
+
+def register() -> None:
+    """Register the backend ``wsync``: vLLM calls this in each of its processes (``vllm.general_plugins``)."""
+    from vllm.distributed.weight_transfer.factory import (  # pyright: ignore[reportMissingImports]
+        WeightTransferEngineFactory as Factory,
+    )
+
+    if "wsync" not in Factory._registry:
+        Factory.register_engine("wsync", "wsync.engine.vllm_worker", "WsyncWeightTransferEngine")
+
+
+class DataScheme(wsync.WeightSyncScheme):
+    """Carries the weights: in shared memory on the trainer's machine, else in the messages of the connection.
+
+    Its key is made for one engine, which gets it with the address.
+    """
+
+    arena = True
+
+    def __init__(self, host: str | None = None, timeout: float | None = 60.0) -> None:
+        super().__init__(initiator="receiver", timeout=timeout)
+        self.host = host
+
+    def create_rendezvous(self) -> wsync.Rendezvous:
+        return wsync.Rendezvous(self.host)
+
+
+class DataTransfer:
+    """The transfer ``"wsync"`` to one engine: a sender whose workers are the engine's ranks.
+
+    ``host``: the address by which the engine reaches this process; None: the one from which the engine is called.
+    """
+
+    def __init__(self, client: EngineClient, source: VersionSource, host: str | None = None) -> None:
+        self._client, self._source = client, source
+        ranks = client.get_world_size()
+        self._scheme = DataScheme(host or client.own_host, self._time_left())
+        self._scheme.init_on_sender(MODEL, num_workers=ranks)
+        layout = base64.b64encode(source.layout.encode()).decode()
+        accepting = ThreadPoolExecutor(1, "wsync-engine-connect")
+        accepted = accepting.submit(self._scheme.connect)
+        try:
+            client.init_weight_transfer_engine({"address": self._scheme._address.dump(), "layout": layout})
+            accepted.result()
+        except BaseException:
+            self._scheme.shutdown()  # this ends its `connect`
+            raise
+        finally:
+            accepting.shutdown()
+
+    def send_weights(self) -> None:
+        client = self._client
+        self._scheme.timeout = self._time_left()
+        try:
+            report = self._scheme.send(dict(self._source))
+        except (wsync.WorkerDied, wsync.NotConnected) as error:
+            said = str(error).partition("\n")[0]
+            why = f"the engine has left ({said}): started again, or taken by another trainer? readmit() it"
+            raise EngineError(f"{client.url}: phase publish: {why}") from error
+        assert report is not None, "the scheme waits"
+        began = time.perf_counter()
+        client.start_weight_update()
+        try:
+            client.update_weights({"version": report.version, "timeout": self._time_left()})
+        except EngineError:
+            with suppress(EngineError):  # the rank that has said so has ended its update; this ends that of the others
+                client.post("update", FINISH)
+            raise
+        client.finish_weight_update()
+        client.times = 0.0, time.perf_counter() - began
+
+    def shutdown(self) -> None:
+        self._scheme.shutdown()
+
+    def _time_left(self) -> float | None:
+        left = remaining(self._client.deadline)
+        return None if left is None else max(left, 0.001)

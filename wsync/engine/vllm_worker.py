@@ -1,0 +1,231 @@
+"""The backend ``wsync`` in each rank of a vLLM engine, called by vLLM's own phases in the thread that runs the model.
+
+    init     the names and shapes are tried on weights without memory ─→ the rank connects to the trainer
+    start    layers wait for their weights, without memory; vLLM has the old ones
+    update   the whole version arrives and is verified ─→ in all ranks? ─→ each layer is copied over the old one
+    finish   the rest of what vLLM does after loading
+
+A version that does not arrive leaves the old weights. One that fails while it is loaded leaves layers without memory,
+with which no forward succeeds, until another version is loaded: there are no mixed weights to serve.
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import base64
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import set_current_vllm_config
+from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _get_original_loader,
+    _get_weight_loader,
+    get_layerwise_info,
+)
+from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+
+from wsync.control.auth import Address
+from wsync.engine.vllm import MODEL, DataScheme
+from wsync.errors import LayoutMismatch
+from wsync.weights.layout import Layout
+from wsync.weights.tensors import describe
+
+_CONNECT_TIMEOUT = 10.0  # seconds in which the trainer has to be reached: nothing is generated meanwhile
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """``address``: of the trainer, with its key (``Address.dump``). ``layout``: ``Layout.encode`` in base64."""
+
+    address: str
+    layout: str
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """``version``: the one to load. ``timeout``: seconds that it may take to arrive; None for no limit."""
+
+    version: int
+    timeout: float | None = None
+
+
+class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Receives the versions of one trainer, and loads them."""
+
+    init_info_cls, update_info_cls = InitInfo, UpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._names = {name for name, _ in self.model.named_parameters()}
+        self._scheme: DataScheme | None = None
+        self._active = False  # between start and finish
+        self._loaded = self._has_voted = False  # in this update
+        self._unusable = False  # layers have no memory until a version is loaded
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        self.shutdown()
+        error, parallel = None, self.parallel_config
+        try:
+            if self._active:  # vLLM would say so at start, in the first rank: see _raise
+                raise RuntimeError("a weight update is already active")
+            with set_current_vllm_config(self.vllm_config):
+                self._require_fit(Layout.decode(base64.b64decode(init_info.layout)))
+            rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
+            self._scheme = DataScheme(timeout=_CONNECT_TIMEOUT)
+            self._scheme._address = Address.load(init_info.address)
+            self._scheme.init_on_receiver(MODEL, load=self._load, worker_idx=rank)
+            self._scheme.connect()
+        except Exception as raised:  # noqa: BLE001  the last rank raises it again
+            error = raised
+        if errors := self._agree(error):
+            self.shutdown()
+            self._raise(errors, error)
+
+    def start_weight_update(self) -> None:
+        if self._scheme is None:
+            raise RuntimeError("wsync: POST /init_weight_transfer_engine comes first")
+        self._loaded, self._active = False, True
+        self._empty_layers()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self.receive_weights(self.parse_update_info(update_info))
+        if torch.accelerator.is_available():  # vLLM's own method raises on a CPU
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        assert self._scheme is not None, "start comes first"
+        error, self._has_voted = None, False
+        try:
+            found = self._scheme.pull(update_info.timeout)
+            if found != update_info.version:
+                raise RuntimeError(f"version {found} came, and {update_info.version} was announced")
+        except Exception as raised:  # noqa: BLE001  the last rank raises it again
+            error = raised
+        if not self._has_voted:
+            self._agree(error)  # no rank loads the version
+        if errors := self._agree(error):
+            self._restore()
+            self._raise(errors, error)
+        self._loaded = not errors
+
+    def finish_weight_update(self) -> None:
+        self._active = False
+        if self._loaded:
+            finalize_layerwise_reload(self.model, self.model_config)
+            self._unusable = False
+        else:  # the update of a trainer that has died
+            self._restore()
+
+    def shutdown(self) -> None:
+        if self._scheme is not None:
+            self._scheme.shutdown()
+        self._scheme = None
+
+    def _load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
+        """Load a version that has arrived, if it has in all ranks."""
+        self._has_voted = True
+        if errors := self._agree(None):
+            raise LayoutMismatch(f"nothing was loaded, because of {errors}")
+        self._unusable = True  # until all of it is loaded, in all ranks
+        # vLLM keeps the tensors until a layer is complete, and these are valid during the call only.
+        self.model.load_weights((name, tensor.to(self.device, copy=True)) for name, tensor in pairs)
+
+    def _agree(self, error: Exception | None) -> str:
+        """Return the errors of all ranks, when each has called this; empty if there is none."""
+        said = "" if error is None else f"{type(error).__name__}: {error}"
+        ranks = self.parallel_config.world_size_across_dp
+        if ranks == 1:
+            return said
+        all_said = [""] * ranks
+        torch.distributed.all_gather_object(all_said, said, group=get_world_group().cpu_group)
+        return "; ".join(f"rank {rank}: {said}" for rank, said in enumerate(all_said) if said)
+
+    def _raise(self, errors: str, error: Exception | None) -> None:
+        """Raise the errors of all ranks in the last one: vLLM then has read the answers of the others.
+
+        If another one raised, vLLM would take their answers for those to its next call.
+        """
+        if self.parallel_config.rank == self.parallel_config.world_size - 1:
+            self._active = False  # for vLLM as well
+            raise RuntimeError(f"wsync: {errors}") from error
+
+    def _empty_layers(self) -> None:
+        """Have all layers wait for weights, also those that have got some of a version that failed."""
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            info.load_numel = 0
+            info.loaded_weights.clear()
+        initialize_layerwise_reload(self.model)
+
+    def _restore(self) -> None:
+        """Give layers that wait their old weights back; if any may have new ones, leave none with weights."""
+        if self._unusable:
+            return self._empty_layers()
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.load_numel = info.load_numel_total = 0
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def _require_fit(self, layout: Layout) -> None:
+        """Have vLLM's loaders take weights of these names and shapes, into tensors without memory.
+
+        LayoutMismatch: it has no such weights, or needs others. The second is not known of a quantized model.
+        """
+        calls, loaders = Counter[str](), list[tuple[Any, Any]]()
+
+        def trying(name: str, loader: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
+            def load(_: Tensor, *args: Any, **options: Any) -> Any:
+                calls[name] += 1
+                return loader(tensor, *args, **options)
+
+            return load
+
+        self._empty_layers()
+        try:
+            for prefix, layer in self.model.named_modules():
+                for key, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+                    if tensor is not None:
+                        loaders.append((tensor, _get_weight_loader(tensor)))
+                        empty = tensor if tensor.is_meta else to_meta_tensor(tensor)
+                        tensor.weight_loader = trying(f"{prefix}.{key}", _get_original_loader(tensor), empty)
+            shapes = zip(layout.names, layout.dtypes, layout.shapes, strict=True)
+            tried = ""
+
+            def pairs() -> Iterable[tuple[str, Tensor]]:
+                nonlocal tried
+                for name, dtype, shape in shapes:
+                    tried = f"'{name}' of shape {tuple(shape)}"
+                    yield name, torch.zeros((), dtype=dtype).expand(tuple(shape))
+
+            try:
+                loaded = self.model.load_weights(pairs())
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+                raise LayoutMismatch(f"vLLM's model does not take {tried}: {said}") from error
+        finally:
+            for tensor, loader in reversed(loaders):  # one tensor may be met twice
+                tensor.weight_loader = loader
+            self._restore()
+        if self.model_config.quantization is not None or loaded is None:
+            return
+        parts = getattr(self.model, "packed_modules_mapping", {})
+        missing = self._names - {*loaded}
+        for one in loaded:
+            packed = parts.get(one.split(".")[-2] if "." in one else "", ())
+            if 0 < calls[one] < len(packed):
+                missing.add(f"{one} (of {', '.join(packed)})")
+        if missing:
+            raise LayoutMismatch(f"vLLM's model needs more weights than are sent: {describe(sorted(missing))}")
