@@ -228,7 +228,7 @@ def test_an_update_of_a_dead_trainer_is_finished_before_another_is_begun() -> No
         if path == protocol.START and active:
             return 500, b'{"error": {"message": "called while a weight update is already active."}}'
         active = active and path != protocol.FINISH
-        return 200, b'{"world_size": 1}'
+        return 200, b'{"world_size": 1, "weight_version": "1"}'
 
     with serve(answering(answer)) as url, Trainer([url], weights(1)):
         assert asked[2:] == [protocol.START, protocol.FINISH, protocol.START, protocol.UPDATE, protocol.FINISH]
@@ -252,7 +252,7 @@ def test_an_engine_that_is_dead_is_named_while_a_request_waits(silent: str) -> N
     def answer(path: str) -> tuple[int, bytes | None]:
         if dead and path == protocol.HEALTH:
             return 503, b""
-        return 200, None if dead and path == silent else b'{"world_size": 1}'
+        return 200, None if dead and path == silent else b'{"world_size": 1, "weight_version": "1"}'
 
     with serve(answering(answer)) as url, Trainer([url], weights(1), pause="keep", timeout=60.0) as trainer:
         dead = True
