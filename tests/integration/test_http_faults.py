@@ -6,7 +6,7 @@ import base64
 import gc
 import socket
 import threading
-from types import SimpleNamespace
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -64,12 +64,11 @@ def test_a_new_trainer_ends_a_body_whose_sender_is_gone() -> None:
         def begin(client: Any, source: Any) -> Any:
             layout = base64.b64encode(source.layout.encode()).decode()
             client.init_weight_transfer_engine({"transfer": "body", "session": "gone", "layout": layout})
-            return SimpleNamespace(send_weights=lambda: None)
+            return client
 
-        with (
-            trainer(url, transfer=begin, token=None, timeout=5.0),
-            socket.create_connection((place[0], int(place[1]))) as gone,
-        ):
+        with suppress(wsync.WorkerFailed), trainer(url, transfer=begin, token=None, timeout=5.0):
+            pass  # it has initialised the engine, which cannot be paused
+        with socket.create_connection((place[0], int(place[1]))) as gone:
             gone.sendall(b"POST /update_weights?session=gone HTTP/1.1\r\nHost: a\r\nContent-Length: 16\r\n\r\n1")
             with trainer(url, token=None, timeout=5.0) as scheme:
                 scheme.send()
