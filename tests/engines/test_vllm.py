@@ -176,7 +176,7 @@ def test_an_engine_that_stops_during_an_update_is_named_and_the_next_version_rep
         patch.setattr(EngineClient, "update_weights", update)
         scheme.timeout = 3.0
         try:
-            with pytest.raises(wsync.SyncTimeout, match=rf"{server.url}: phase update .*no answer before the deadline"):
+            with pytest.raises(wsync.SyncTimeout, match=rf"{server.url}: phase update.*no answer before the deadline"):
                 scheme.send(make(92))
         finally:
             os.kill(core, signal.SIGCONT)
