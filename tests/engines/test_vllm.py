@@ -163,6 +163,30 @@ def test_the_next_trainer_takes_over_from_one_that_was_killed(server: Server, ph
         assert server.serves(make(74), PROMPT)
 
 
+def test_an_engine_that_stops_during_an_update_is_named_and_the_next_version_repairs_it(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, core = EngineClient.update_weights, server.core()
+
+    def update(client: EngineClient, info: Any) -> None:
+        os.kill(core, signal.SIGSTOP)
+        usual(client, info)
+
+    with trainer(server, make(91)) as scheme, monkeypatch.context() as patch:
+        patch.setattr(EngineClient, "update_weights", update)
+        scheme.timeout = 3.0
+        try:
+            with pytest.raises(wsync.SyncTimeout, match=rf"{server.url}: phase update.*no answer before the deadline"):
+                scheme.send(make(92))
+        finally:
+            os.kill(core, signal.SIGCONT)
+        patch.undo()
+        assert server.paused()
+        scheme.timeout = 120.0
+        scheme.send(make(93))
+        assert not server.paused() and server.serves(make(93), PROMPT)
+
+
 def test_a_killed_engine_core_is_named(server: Server) -> None:
     """The last test: the server does not live on."""
     with trainer(server, make(81)) as scheme:

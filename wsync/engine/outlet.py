@@ -53,6 +53,7 @@ class Engine:
         self._turn = asyncio.Lock()  # held by the delivery that is in progress
         self._transfer: tuple[Layout, VersionSource, Any] | None = None
         self._ending: asyncio.Future[Any] | None = None  # of the transfer before
+        self._begun = False  # a version that is not complete
 
     async def probe(self, deadline: float | None) -> Cause | None:
         """Wait until the engine answers; return why it did not: it refuses, it was disconnected, or it is too late."""
@@ -107,7 +108,7 @@ class Engine:
 
     def disconnect(self, cause: str) -> None:
         """Treat the engine as dead; what waits for it is told so. Its next version begins with a new transfer."""
-        self.present, self.cause = False, cause
+        self.present, self.cause, self._begun = False, cause, False
         self._end_transfer()
         if self._outcome is not None and not self._outcome.done():
             self._outcome.set_result(Cause("died", cause))
@@ -143,7 +144,7 @@ class Engine:
             kind, text = error.kind, str(error)
         except Exception as error:  # noqa: BLE001  a user's transfer raises anything; the trainer raises WorkerFailed
             kind, text = "failed", f"{client.url}: phase {client.phase}:\n{as_text(error)}"
-        if self._pause is not None and client.phase in _BEGUN and kind != "died":
+        if self._begun and kind != "died":
             text += "\nThe engine stays paused until it has a whole version: send again"
         return Cause(kind, text)
 
@@ -194,10 +195,12 @@ class Engine:
         try:
             await self._blocking(self.client.post, "pause", self._pause_route)
             yield
+            self._begun = False
             await self._blocking(self.client.post, "resume", RESUME)
         except BaseException:
             phase = self.client.phase
-            if phase not in _BEGUN:
+            self._begun |= phase in _BEGUN
+            if not self._begun:
                 with suppress(EngineError):  # the other error is the one to report
                     await self._request("resume", RESUME, deadline_in(_RESUME_TIMEOUT))
             self.client.phase = phase

@@ -11,12 +11,10 @@ from __future__ import annotations
 import base64
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import wsync
 from wsync.deadlines import remaining
 from wsync.engine.client import EngineClient, EngineError, VersionSource
-from wsync.engine.protocol import FINISH
 
 MODEL = "engine"  # the name by which both ends know the model
 
@@ -54,45 +52,51 @@ class DataTransfer:
     """
 
     def __init__(self, client: EngineClient, source: VersionSource, host: str | None = None) -> None:
-        self._client, self._source = client, source
+        self._client, self._source, self._host = client, source, host
+        self._scheme: DataScheme | None = self._connected()
+
+    def _connected(self) -> DataScheme:
+        client = self._client
         ranks = client.get_world_size()
-        self._scheme = DataScheme(host or client.own_host, self._time_left())
-        self._scheme.init_on_sender(MODEL, num_workers=ranks)
-        layout = base64.b64encode(source.layout.encode()).decode()
+        scheme = DataScheme(self._host or client.own_host, self._time_left())
+        scheme.init_on_sender(MODEL, num_workers=ranks)
+        layout = base64.b64encode(self._source.layout.encode()).decode()
         accepting = ThreadPoolExecutor(1, "wsync-engine-connect")
-        accepted = accepting.submit(self._scheme.connect)
+        accepted = accepting.submit(scheme.connect)
         try:
-            client.init_weight_transfer_engine({"address": self._scheme._address.dump(), "layout": layout})
+            client.init_weight_transfer_engine({"address": scheme._address.dump(), "layout": layout})
             accepted.result()
+            return scheme
         except BaseException:
-            self._scheme.shutdown()  # this ends its `connect`
+            scheme.shutdown()  # this ends its `connect`
             raise
         finally:
             accepting.shutdown()
 
     def send_weights(self) -> None:
-        client = self._client
-        self._scheme.timeout = self._time_left()
+        client, began = self._client, time.perf_counter()
+        scheme = self._scheme = self._scheme or self._connected()
+        scheme.timeout = self._time_left()
         try:
-            report = self._scheme.send(dict(self._source))
+            report = scheme.send(dict(self._source))
         except (wsync.WorkerDied, wsync.NotConnected) as error:
             said = str(error).partition("\n")[0]
             why = f"the engine has left ({said}): started again, or taken by another trainer? readmit() it"
             raise EngineError(f"{client.url}: phase publish: {why}") from error
         assert report is not None, "the scheme waits"
-        began = time.perf_counter()
-        client.start_weight_update()
         try:
+            client.start_weight_update()
             client.update_weights({"version": report.version, "timeout": self._time_left()})
-        except EngineError:
-            with suppress(EngineError):  # the rank that has said so has ended its update; this ends that of the others
-                client.post("update", FINISH)
+            client.finish_weight_update()
+        except BaseException:
+            self.shutdown()  # what the ranks have done is not known: they are asked by the next init
             raise
-        client.finish_weight_update()
         client.times = 0.0, time.perf_counter() - began
 
     def shutdown(self) -> None:
-        self._scheme.shutdown()
+        if self._scheme is not None:
+            self._scheme.shutdown()
+        self._scheme = None
 
     def _time_left(self) -> float | None:
         left = remaining(self._client.deadline)
