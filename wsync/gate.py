@@ -23,14 +23,17 @@ from __future__ import annotations
 import asyncio
 import copyreg
 import functools
+import gc
 import inspect
 import os
 import threading
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import MethodType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -288,6 +291,14 @@ def gate_model(module: nn.Module, methods: Collection[str] | None = None) -> Non
         subclass = _gated_class(original, names)
         made[names] = weakref.ref(subclass)
     module.__class__ = subclass
+    for taken in gc.get_referrers(module):
+        own = vars(subclass).get(taken.__name__) if isinstance(taken, MethodType) else None
+        if own is not None and taken.__self__ is module and taken.__func__ is not own:
+            warnings.warn(
+                f"{original.__name__}.{taken.__name__} was taken or compiled before init_on_receiver() and connect(): "
+                "such a method goes around the gate, and sees weights of several versions. Take it after connect()",
+                stacklevel=2,
+            )
     for part in module.modules():
         if part is not module and next(part.children(), None) is not None and _ORIGINAL not in vars(type(part)):
             call = part._compiled_call_impl or part._call_impl

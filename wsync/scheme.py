@@ -271,7 +271,7 @@ class WeightSyncScheme:
         self.model_id = model_id
         # Closes the outlet when the scheme is garbage-collected, or this process ends, without `shutdown`: before
         # `multiprocessing` joins the trainer's child processes, and never in a forked child.
-        util.Finalize(self._sender, partial(outlet.close, graceful=True), exitpriority=0)
+        util.Finalize(self._sender, partial(outlet.close, graceful=False), exitpriority=0)
 
     def init_on_receiver(
         self,

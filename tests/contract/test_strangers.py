@@ -476,6 +476,19 @@ def test_1_parts_enter_the_gate_and_what_enters_can_be_chosen(gate: Any, enterin
         assert "_compiled_call_impl" not in vars(model.inner) and model(torch.ones(1)).item() == 1
 
 
+def test_1_a_method_that_was_taken_before_it_could_be_gated_is_warned_of() -> None:
+    with (
+        wsync.SharedMemWeightSyncScheme(timeout=5.0) as sender,
+        pytest.warns(UserWarning, match=r"Parts\.act was taken"),
+    ):
+        sender.init_on_sender("policy", model=Parts(print), num_workers=1)
+        model = Parts(print)
+        compiled = torch.compile(model.act, backend="eager")
+        with make_worker(sender, 0, model=model) as worker:
+            connect(sender.connect, worker)
+            assert callable(compiled)
+
+
 def never_calls_its_model(state: WorkerState) -> list[str]:
     """Close, and return what was warned of."""
     scheme = state.schemes["policy"]

@@ -47,6 +47,8 @@ def train(name, end, count):
     scheme.send()
     if end == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
+    if end == "raises":
+        raise ArithmeticError
     scheme.shutdown()
     [w.join() for w in workers]
     print([w.exitcode for w in workers])
@@ -78,9 +80,10 @@ def test_a_shutdown_of_the_trainer_ends_the_documented_loop_without_a_traceback(
 
 
 @pytest.mark.slow
-def test_the_death_of_the_trainer_is_an_error_in_the_documented_loop(tmp_path: Path) -> None:
-    done = run_loop(tmp_path, "shared_mem", "killed", "1")
-    assert (done.returncode, done.stdout) == (-signal.SIGKILL, "")
+@pytest.mark.parametrize(("end", "code"), [("killed", -signal.SIGKILL), ("raises", 1)])
+def test_the_death_of_the_trainer_is_an_error_in_the_documented_loop(tmp_path: Path, end: str, code: int) -> None:
+    done = run_loop(tmp_path, "shared_mem", end, "1")
+    assert (done.returncode, done.stdout) == (code, "")
     assert done.stderr.count("wsync.errors.NotConnected: the sender died") == 1
 
 
