@@ -255,19 +255,19 @@ class Receiver:
         assert self._layout is not None, "an update before its layout"
         return self._pool.reserve(self._layout)
 
-    def settle(self) -> None:
-        """Install what has arrived, if the gate is free."""
+    def announce(self) -> bool:
+        """Install what has arrived, if the gate is free; return whether it was. Called by any thread."""
         self.announced_at = time.perf_counter()
-        self.look()
+        return process_gate().settle()
 
-    def look(self) -> None:
-        """As ``settle``; if the gate is not free, again later: a signal may have stopped its holder's look."""
-        if not process_gate().settle() and self._next_look is None:
-            self._next_look = asyncio.get_running_loop().call_later(_LOOK_AGAIN, self._look_again)
+    def settle(self) -> None:
+        """As ``announce``. If the gate is not free, look again later: a signal may have stopped its holder's look."""
+        if not self.announce() and self._next_look is None:
+            self._look_again()
 
     def _look_again(self) -> None:
-        self._next_look = None
-        self.look()
+        free, loop = process_gate().settle(), asyncio.get_running_loop()
+        self._next_look = None if free else loop.call_later(_LOOK_AGAIN, self._look_again)
 
     def missed(self, version: int, error: str) -> None:
         """A version has not arrived, and will not."""

@@ -414,7 +414,8 @@ class ArenaInbox(Inbox):
             os.eventfd_read(self.wake)
         if self.newest > max(self.words.version, self.words.failed_version):
             self.words.announced_at = time.perf_counter()
-        self._owner.look()
+        self._owner.settle()
+        self._owner.announced_at = 0.0  # the words have it
 
     def set_wakeups(self, wanted: bool) -> None:
         self._waited_for = wanted

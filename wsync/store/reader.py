@@ -188,7 +188,7 @@ class FileInbox(Inbox):
                     said = str(error)
                     _log.warning("%s; the model keeps version %d", error, self.newest)
             if found:
-                self._owner.settle()
+                self._owner.announce()
             look = _SHORTEST_LOOK if found else min(2 * look, _LONGEST_LOOK)
             wait(look)
 
