@@ -84,8 +84,8 @@ def receive_interrupted(state: WorkerState) -> list[str]:
     signal.signal(signal.SIGUSR2, interrupt)
     for _ in range(20):
         timer = threading.Timer(0.01, os.kill, (os.getpid(), signal.SIGUSR2))
-        timer.start()
         try:
+            timer.start()
             state.schemes["policy"].receive(60.0)
         except Exception as error:  # noqa: BLE001  what it is, is the answer
             raised.append(type(error).__name__)
