@@ -58,7 +58,7 @@ def follow(model: nn.Module, scheme: str) -> None:
             while receiver.receive() is not None:
                 pass
         receiver.shutdown()
-        time.sleep(0.1)
+        time.sleep(0.1)  # between two attempts to connect
 
 
 def worker(scheme: str) -> None:
@@ -75,10 +75,10 @@ def worker(scheme: str) -> None:
 
 
 def cut(way: str, seconds: float) -> None:
-    """Have what is sent one way, or both, go to nobody, for some seconds."""
-    time.sleep(random.uniform(0.2, 0.5))
+    """Drop all packets in one direction, or in both, for some seconds."""
+    time.sleep(random.uniform(0.2, 0.5))  # a random moment of an update
     run(*(f"{command.format('replace')} lladdr 02:00:00:00:00:99 nud permanent" for command in WAYS[way]))
-    time.sleep(seconds)
+    time.sleep(seconds)  # the length of the cut
     run(*(command.format("del") for command in WAYS[way]))
 
 
@@ -115,7 +115,7 @@ def check(medium: str, lengths: list[float], rounds: int) -> None:
             while cutting.is_alive():
                 value += 1
                 outcomes[send()] += 1
-                time.sleep(0.05)
+                time.sleep(0.05)  # without a worker, `send` raises at once
             whole = time.monotonic()
             while send() != "sent":
                 value += 1

@@ -44,8 +44,8 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         per_worker_weights: whether each worker has slots of its own; for workers that are given different weights.
         acknowledge: when a ``send`` is finished: ``"installed"``, when every worker's model has the weights;
             ``"published"``, when every forward that starts from then on will use them: a worker installs them on its
-            way into a forward, or in ``receive``. Not for workers that pass updates on. None: by who acts: published
-            for a collector's own workers (a ``context`` that has any), else installed.
+            way into a forward, or in ``receive``. Not for workers that pass updates on. None: published for
+            the workers of a collector (a ``context`` that has any), else installed.
         strategy, sync, options: as in ``WeightSyncScheme``.
     """
 

@@ -130,7 +130,7 @@ class Goodbye(Message, frozen=True, tag=True):
 
 
 class Side(Message, frozen=True, tag=True):
-    """What the two ends of a medium tell each other, who know what it means."""
+    """A message of a medium to the same medium at the other end; only media read the fields."""
 
     number: int = 0
     text: str = ""
@@ -231,7 +231,7 @@ class SocketStream(asyncio.BufferedProtocol):
         self._have = 0  # bytes in `_head` that were not read
         self._target: memoryview | None = None  # what `read_into` fills
         self._changes = Changes()
-        self._error = ""  # why it has ended; an exception would refer to all who have seen it raised
+        self._error = ""  # why it has ended; not an exception, whose traceback would keep the callers' objects
         self._paused = self._full = False
 
     # --- called by the loop ---

@@ -127,7 +127,7 @@ class Engine:
 
     def _end_transfer(self) -> None:
         transfer, self._transfer = self._transfer, None
-        if transfer is not None and hasattr(transfer[2], "shutdown"):
+        if transfer is not None and hasattr(transfer[2], "shutdown"):  # a user's transfer need not have it
             self._ending = asyncio.ensure_future(run_blocking("engine", transfer[2].shutdown))
 
     # --- one attempt ---
