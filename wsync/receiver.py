@@ -35,7 +35,7 @@ from wsync.weights.strategy import WeightStrategy
 from wsync.weights.targets import Destination, Target, load_extra, unshare
 
 _PAUSE = 0.02  # seconds between two attempts to end the wait of a connecting thread
-_LOOK_AGAIN = 0.1  # seconds
+_LOOK_AGAIN = 0.1  # seconds until the gate is tried again
 _receivers: list[Receiver] = []  # those of this process that are connected; changed inside the gate
 os.register_at_fork(after_in_child=_receivers.clear)
 
@@ -371,6 +371,7 @@ class Receiver:
             _receivers.remove(self)
         self.copy_to_own_memory()
         self._version, self._target, self._layout, self._bound, self._broken = self.version, None, None, None, None
+        self._unanswered = None  # the next connection has another sender
         self.inbox.close()
         self.inbox = Inbox()
         module = self.destination.module
