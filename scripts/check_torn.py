@@ -114,7 +114,7 @@ def _forward(channel: Connection, worker: int, scheme: wsync.WeightSyncScheme, o
     with scheme:
         scheme.init_on_receiver("policy", model=model, worker_idx=worker)
         scheme.connect()
-        forward = model.forward if options["bypass"] else model
+        forward = partial(RevealingModel.forward, model) if options["bypass"] else model
         deadline = time.monotonic() + options["seconds"]
         while tally.forwards < options["forwards"] and time.monotonic() < deadline:
             known = int(floor[0])  # before the forward begins
@@ -129,7 +129,7 @@ def _forward(channel: Connection, worker: int, scheme: wsync.WeightSyncScheme, o
 def standalone(
     make: MakeScheme, *, forwards: int, workers: int, mib: float, seconds: float, bypass: bool = False
 ) -> Tally:
-    """Check a scheme with plain worker processes; ``bypass`` calls ``model.forward``, around the gate."""
+    """Check a scheme with plain worker processes; ``bypass`` calls the class's own ``forward``, around the gate."""
     model, total = RevealingModel(mib, buffer=True), Tally()
     with version_floor() as (path, floor), make() as scheme:
         scheme.init_on_sender("policy", model=model, num_workers=workers)
@@ -196,7 +196,7 @@ def main(
     mib: Annotated[float, typer.Option(help="MiB of weights.")] = 1.0,
     seconds: Annotated[float, typer.Option(help="Seconds for each backend, at the most.")] = 600.0,
     collector: Annotated[bool, typer.Option("--collector/--standalone", help="Inside a collector.")] = False,
-    bypass_gate: Annotated[bool, typer.Option("--bypass-gate", help="The control: call model.forward.")] = False,
+    bypass_gate: Annotated[bool, typer.Option("--bypass-gate", help="The control: the ungated forward.")] = False,
 ) -> None:
     """Count forwards that saw two versions, an older one than before, or an older one than was sent."""
     if collector and bypass_gate:

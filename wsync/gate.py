@@ -10,8 +10,8 @@ The control thread, which brings updates, never waits for the gate: it only trie
 thread holds it, that thread looks once more after it has left. So an update is installed as soon as the running forward
 ends, even if no other forward follows.
 
-What bypasses the gate, such as ``model.forward(...)``, a single layer called on its own, or a plain read of a parameter
-(docs/lifecycle.md has all), may see two versions. Hold the gate for it, and around forward *and* backward::
+What bypasses the gate, such as a single layer called on its own, or a plain read of a parameter (docs/lifecycle.md has
+all), may see two versions. Hold the gate for it, and around forward *and* backward::
 
     with wsync.gate():
         loss = model(x).sum()
@@ -36,8 +36,8 @@ from functools import partial
 from types import MethodType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-import torch
 from torch import nn
+from torch.compiler import is_compiling
 
 from wsync.deadlines import remaining
 
@@ -268,7 +268,7 @@ _gated_classes: weakref.WeakKeyDictionary[type, dict[Any, weakref.ref[type[nn.Mo
 
 
 def gate_model(module: nn.Module, methods: Collection[str] | None = None) -> None:
-    """Make calls of ``module``, of its public methods but ``forward``, and of its parts pass through the gate.
+    """Make calls of ``module``, of its public methods, and of its parts pass through the gate.
 
     The methods are those that its class and the bases below ``nn.Module`` define, or only the given ones. The class is
     replaced by a subclass of the same name. A part is a submodule that has submodules itself. A copy or unpickled
@@ -335,7 +335,7 @@ def _entering(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def enter(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and _gate._depth:  # called by a forward that is compiled, and inside
+        if _gate._depth and (is_compiling() or _gate._owned()):  # called by a forward, perhaps a compiled one
             return method(self, *args, **kwargs)
         if not runs_later:
             return _gate.call_model(self, method, (self, *args), kwargs)
@@ -361,7 +361,7 @@ def _gated_class(original: type[nn.Module], chosen: frozenset[str] | None) -> ty
 
     own = original.__mro__[: original.__mro__.index(nn.Module)]
     methods = {name: value for base in reversed(own) for name, value in vars(base).items() if inspect.isfunction(value)}
-    names = {name for name in methods if name[0] != "_" and name != "forward"} if chosen is None else chosen
+    names = {name for name in methods if name[0] != "_"} if chosen is None else chosen
     if unknown := names - methods.keys():
         raise AttributeError(f"gate= names methods of the model, and {original.__name__} has no {sorted(unknown)}")
     namespace: dict[str, Any] = {

@@ -453,7 +453,8 @@ class Parts(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("gate", "entering"), [(True, "call act value inner part"), (False, ""), (["act"], "call act inner part")]
+    ("gate", "entering"),
+    [(True, "call forward act value inner part"), (False, ""), (["act"], "call forward act inner part")],
 )
 def test_1_parts_enter_the_gate_and_what_enters_can_be_chosen(gate: Any, entering: str) -> None:
     with wsync.SharedMemWeightSyncScheme(timeout=1.0, gate=gate) as sender:
@@ -462,9 +463,10 @@ def test_1_parts_enter_the_gate_and_what_enters_can_be_chosen(gate: Any, enterin
         with make_worker(sender, 0, model=model) as worker:
             connect(sender.connect, worker)
             x, inner = torch.ones(2), model.inner
-            ways = {"call": partial(model, x), "act": partial(model.act, x), "value": model.value}
+            ways = {"call": partial(model, x), "forward": partial(model.forward, x), "act": partial(model.act, x)}
+            parts = {"inner": partial(inner, x), "part": partial(inner[0], x)}
             entered = list[str]()
-            for name, call in {**ways, "inner": partial(inner, x), "part": partial(inner[0], x)}.items():
+            for name, call in {**ways, "value": model.value, **parts}.items():
                 try:
                     call()
                 except RuntimeError as error:
