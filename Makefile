@@ -15,7 +15,7 @@ SYNC ?= mib=[1] policy_mib=[0.018] workers=[2] rounds=100 seconds=5 peer=torchrl
 # How many histories `make simulate` runs; `SEEDS=1000000` takes a day or so on a core or two.
 SEEDS ?= 20000
 
-.PHONY: install train test test-slow test-all engines lint docs bench figures reliability simulate clean
+.PHONY: install train test test-slow test-all libraries engines lint docs bench figures reliability simulate clean
 
 install: $(VENV)/.native
 
@@ -42,6 +42,10 @@ $(VENV)/.docs: $(VENV)/.native
 	$(INSTALL) -c constraints.txt $(EDITABLE) '.[docs]'
 	@touch $@
 
+$(VENV)/.libraries: $(VENV)/.native
+	$(INSTALL) -c constraints.txt $(EDITABLE) '.[libraries]'
+	@touch $@
+
 train: install
 	$(BIN)/python train.py $(ARGS)
 
@@ -55,6 +59,10 @@ test-slow: install
 
 test-all: install
 	$(PYTEST) $(ARGS)
+
+# wsync inside Stable-Baselines3, TorchRL, RLlib, transformers and Lightning, which are installed for it.
+libraries: $(VENV)/.libraries
+	$(BIN)/python -m pytest tests/libraries $(ARGS)
 
 # Some ten minutes the first time, and 4 GB: tests with an unmodified vLLM, for CPUs, in an environment of their own.
 ENGINES := .venv-engines

@@ -97,7 +97,7 @@ def test_only_what_shows_or_reads_configs_imports_hydra() -> None:
 
 
 def test_only_ray_files_import_ray() -> None:
-    assert not offences([path for path in product() if "ray" not in path.stem], "ray")
+    assert not offences([path for path in product() if "ray" not in path.stem and path.stem != "rllib"], "ray")
 
 
 def test_only_the_wandb_logger_imports_wandb() -> None:
@@ -105,7 +105,11 @@ def test_only_the_wandb_logger_imports_wandb() -> None:
 
 
 def test_torchrl_is_no_part_of_the_product() -> None:
-    assert not offences(product(), "torchrl")
+    assert not offences([path for path in product() if path.parent.name != "integrations"], "torchrl")
+
+
+def test_only_integrations_import_integrations() -> None:
+    assert not offences([path for path in product() if path.parent.name != "integrations"], "wsync.integrations")
 
 
 def test_modules_that_fork_servers_preload_exist() -> None:

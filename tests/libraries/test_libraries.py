@@ -1,0 +1,105 @@
+"""wsync inside other libraries, each the real one: the examples run, and a worker that dies is named or replaced.
+
+``make libraries`` installs them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+import wsync
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = {
+    "sb3": ("stable_baselines3", r"version (\d+): return"),
+    "torchrl_collector": ("torchrl", r"(\d+) frames, of which (?:[89]\d|100)%"),
+    "rllib": ("ray.rllib", r"versions \[(\d+), \1\]"),
+    "hugging_face": ("accelerate", r"version (\d+): \[0, 1, 2"),
+    "lightning_module": ("lightning", r"version (\d+): (?:[6-9]\d|100)% right"),
+}
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs(name: str, tmp_path: Path) -> None:
+    library, pattern = EXAMPLES[name]
+    pytest.importorskip(library, reason=f"needs {library}: make libraries", exc_type=ImportError)
+    program = ROOT / "examples" / "libraries" / f"{name}.py"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, program], capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = [int(version) for version in re.findall(pattern, done.stdout)]
+    assert len(found) >= 3 and found == sorted(found), done.stdout
+
+
+def make_env() -> Any:
+    from torchrl.envs import GymEnv  # pyright: ignore[reportMissingImports]
+
+    return GymEnv("CartPole-v1", categorical_action_encoding=True)
+
+
+class Greedy(nn.Linear):
+    def forward(self, observation: Any) -> Any:
+        return super().forward(observation).argmax(-1)
+
+
+def make_policy() -> TensorDictModule:
+    return TensorDictModule(Greedy(4, 2), in_keys=["observation"], out_keys=["action"])
+
+
+def test_a_worker_of_torchrl_that_dies_is_named() -> None:
+    collectors = pytest.importorskip("torchrl.collectors", reason="needs torchrl: make libraries")
+    from wsync.integrations.torchrl import TorchRLScheme
+
+    schemes = {"policy": TorchRLScheme(wsync.SharedMemWeightSyncScheme(timeout=20.0))}
+    collector = collectors.MultiSyncCollector(
+        [make_env, make_env], make_policy(), frames_per_batch=16, total_frames=160, weight_sync_schemes=schemes
+    )
+    try:
+        assert next(iter(collector)).numel() == 16
+        collector.update_policy_weights_()
+        os.kill(collector.procs[1].pid, signal.SIGKILL)
+        with pytest.raises(wsync.WorkerDied, match="worker 1"):
+            while True:  # an update that the worker has installed before it died was no error
+                collector.update_policy_weights_()
+    finally:
+        collector.shutdown()
+
+
+def test_an_env_runner_that_dies_is_replaced() -> None:
+    ppo = pytest.importorskip("ray.rllib.algorithms.ppo", reason="needs RLlib: make libraries", exc_type=ImportError)
+    import ray
+
+    from wsync.integrations.rllib import WsyncCallback
+
+    config = ppo.PPOConfig().environment("CartPole-v1").env_runners(num_env_runners=2).learners(num_learners=0)
+    config.training(train_batch_size_per_learner=256, minibatch_size=64, num_epochs=1)
+    algorithm = config.callbacks(partial(WsyncCallback, wsync.SharedMemWeightSyncScheme())).build_algo()
+    try:
+        runners = partial(algorithm.env_runner_group.foreach_env_runner, local_env_runner=False)
+        algorithm.train()
+        doomed = runners(lambda runner: (runner.worker_index, os.getpid()))[1][1]
+        os.kill(doomed, signal.SIGKILL)
+        processes = [doomed]
+        while doomed in processes or len(processes) < 2:  # RLlib restarts it in one of the next iterations
+            algorithm.train()
+            processes = runners(lambda runner: os.getpid())
+        algorithm.train()
+        versions = runners(lambda runner: runner.wsync.version)
+        assert versions[0] == versions[1] > 2
+    finally:
+        algorithm.stop()
+        ray.shutdown()

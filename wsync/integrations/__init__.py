@@ -1,0 +1,1 @@
+"""wsync inside other libraries, one module each, which imports its library: ``docs/integrations.md`` has examples."""

@@ -1,0 +1,34 @@
+"""PyTorch Lightning: a callback that sends a module's weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.callbacks import Callback  # pyright: ignore[reportMissingImports]
+
+import wsync
+
+
+class WsyncCallback(Callback):
+    """Sends the weights after each ``every``-th optimizer step, and when the training ends; from the first rank alone.
+
+    ``scheme`` is initialised with the module, or a part of it, and has connected. The version is logged as
+    ``weight_sync/version``. What ``scheme.send`` raises ends the training.
+    """
+
+    def __init__(self, scheme: wsync.WeightSyncScheme, every: int = 1) -> None:
+        self.scheme, self.every, self._sent = scheme, every, 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step >= self._sent + self.every:  # a batch may be a part of a step
+            self._send(trainer)
+            pl_module.log("weight_sync/version", float(self.scheme.version), rank_zero_only=True)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.global_step > self._sent:
+            self._send(trainer)
+
+    def _send(self, trainer: Any) -> None:
+        self._sent = trainer.global_step
+        if trainer.is_global_zero:
+            self.scheme.send()

@@ -1,0 +1,33 @@
+"""Hugging Face ``transformers``, and TRL, whose trainers are made from it: a callback that sends the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback  # pyright: ignore[reportMissingImports]
+
+import wsync
+
+
+class WsyncCallback(TrainerCallback):
+    """Sends the model after each ``every``-th step, and when the training ends; from the first rank alone.
+
+    ``scheme`` is initialised with ``trainer.model``, and has connected: to processes that act, or to engines
+    (``HTTPWeightSyncScheme``). What ``scheme.send`` raises ends the training.
+    """
+
+    def __init__(self, scheme: wsync.WeightSyncScheme, every: int = 1) -> None:
+        self.scheme, self.every, self._sent = scheme, every, 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step % self.every == 0:
+            self._send(state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step > self._sent:
+            self._send(state)
+
+    def _send(self, state: Any) -> None:
+        self._sent = state.global_step
+        if state.is_world_process_zero:
+            self.scheme.send()
