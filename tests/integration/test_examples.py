@@ -20,10 +20,11 @@ SHORTER = {"sac": ["--frames", "832"], "own_loop": ["10"]}  # 13 batches: an epi
 TESTED_ELSEWHERE = (
     "callbacks",
     "dqn",
+    "grpo_vllm",
     "several_machines",
     "sharded_trainer",
     "unlike_ends",
-)  # below; the last in test_gpt2.py
+)  # below, in tests/engines, and in test_gpt2.py
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 LAST_LINES = {
     "collect": "10 updates, median latency ",
