@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
+from wsync.deadlines import NOW
+from wsync.errors import WeightSyncError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -18,6 +21,8 @@ PHASES = ("extract", "pack", "transfer", "wait", "apply", "acknowledge")
 Stage = Literal["received", "ready", "installed"]
 """How far an update is in a worker: *received*, verified and in its memory; *ready*, every forward that starts later
 uses it, or a newer one; *installed* in the model. A version that is ready or installed makes every older one so."""
+Digests = Mapping[str, int]
+"""Of each tensor, by its name: see ``digest_of``."""
 
 
 class Update(msgspec.Struct, eq=False):
@@ -33,6 +38,7 @@ class Update(msgspec.Struct, eq=False):
     acknowledge: bool = True  # whether the sender awaits an answer
     undecided: bool = False  # whether it is part of a transaction that may still be aborted
     damage: str = ""  # in a worker: why it must not be installed
+    at: float = 0.0  # in a trainer: when the call began, by ``time.monotonic``
 
     @property
     def views(self) -> Sequence[Tensor]:
@@ -138,6 +144,17 @@ class Outlet(Protocol):
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
         """Return the slowest worker's seconds of waiting and of installing, and the bytes that one was sent."""
         return 0.0, 0.0, 0
+
+    def seen(self, worker: int, version: int) -> dict[str, Any]:
+        """Return entries of a worker's row of the ledger, without asking it. ``version``: what all were sent."""
+        cause = self.wait([worker], version, "installed", NOW).get(worker)
+        return {"installed": version} if cause is None else {"error": cause.text}
+
+    def verify(self, digests: Mapping[int, Digests], deadline: float | None) -> Mapping[int, Cause]:
+        """Ask workers whether what is installed has these digests; return why not, or why it is not known."""
+        raise WeightSyncError(
+            "verify() has no answer here: readers of a store, and engines, do not tell what they have"
+        )
 
     def disconnect(self, worker: int, cause: str) -> None:
         """Treat a worker as dead."""
