@@ -55,7 +55,8 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> Any:
     """Return a table with a line for each row."""
     from rich.table import Column, Table
 
-    table = Table(*(Column(name, no_wrap=True) for name in _COLUMNS), box=None, header_style="dim")
+    columns = [Column(name, no_wrap=True, ratio=int(name == "error") or None) for name in _COLUMNS]
+    table = Table(*columns, box=None, header_style="dim", expand=True)
     for row in rows:
         since = None if row["sent_at"] is None else f"{time.time() - row['sent_at']:.0f} s"
         doubt = "nothing has used its gate" if row["used"] is False else ""
@@ -65,10 +66,10 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def style_of(row: Mapping[str, Any]) -> str:
-    """Return how a row stands out: dead or missing; behind or in doubt; not at all."""
+    """Return how a row stands out: dead or missing; in doubt, or more than one version behind; not at all."""
     if row["state"] in ("dead", "never connected"):
         return "bold red"
-    return "yellow" if row["behind"] or row["error"] or row["used"] is False else ""
+    return "yellow" if (row["behind"] or 0) > 1 or row["error"] or row["used"] is False else ""
 
 
 if __name__ == "__main__":

@@ -100,6 +100,7 @@ def test_an_update_that_reaches_nothing_is_seen(gate: bool) -> None:
     """The model is not gated; or it is, and the worker acts with a copy of it."""
     SharedMemoryPublished.pool = WorkerPool()  # of workers that were used before, the gate was used
     with SharedMemoryPublished().connected(1, make=make_trained, gate=gate) as session:
+        session.scheme.verify()  # the worker's control thread has nothing left to do
         for _ in range(3):
             session.scheme.send()
             session.workers[0].call(act, copied=gate)
