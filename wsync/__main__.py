@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -18,7 +17,7 @@ _COLUMNS = ("model", "worker", "where", "state", "sent", "installed", "behind", 
 
 
 def main() -> None:
-    """Show the rows. In a pipe, the exit status is 1 if one stands out; it is also 1 if there are none to show."""
+    """Show the rows. The exit status is 1 if there are none; in a pipe, also if one stands out."""
     if sys.argv[1:2] != ["status"] or len(sys.argv) > 3:
         sys.exit(_USAGE)
     try:
@@ -28,11 +27,11 @@ def main() -> None:
         raise missing_extra(error, "metrics") from error
     console = Console(width=None if sys.stdout.isatty() else 200)
     try:
-        rows = read(*sys.argv[2:])
+        table = table_of(read(*sys.argv[2:]))
         if not console.is_terminal:
-            console.print(table_of(rows))
-            sys.exit(any(map(style_of, rows)))
-        with Live(table_of(rows), console=console, auto_refresh=False) as live:
+            console.print(table)
+            sys.exit(any(row.style for row in table.rows))
+        with Live(table, console=console, auto_refresh=False) as live:
             while True:
                 time.sleep(1.0)
                 live.update(table_of(read(*sys.argv[2:])), refresh=True)
@@ -51,25 +50,20 @@ def read(source: str = "") -> list[dict[str, Any]]:
     return json.loads(max(found, key=lambda one: one.stat().st_mtime, default=Path(source, LEDGER)).read_bytes())
 
 
-def table_of(rows: Sequence[Mapping[str, Any]]) -> Any:
-    """Return a table with a line for each row."""
+def table_of(rows: list[dict[str, Any]]) -> Any:
+    """Return a line for each row: red if it is dead or missing, yellow if in doubt, or more than a version behind."""
     from rich.table import Column, Table
 
     columns = [Column(name, no_wrap=True, ratio=int(name == "error") or None) for name in _COLUMNS]
     table = Table(*columns, box=None, header_style="dim", expand=True)
     for row in rows:
-        since = None if row["sent_at"] is None else f"{time.time() - row['sent_at']:.0f} s"
-        doubt = "nothing has used its gate" if row["used"] is False else ""
-        cells = {**row, "since": since, "error": row["error"] or doubt}
-        table.add_row(*("–" if cells[name] is None else str(cells[name]) for name in _COLUMNS), style=style_of(row))
+        row["since"] = row["sent_at"] and f"{time.time() - row['sent_at']:.0f} s"
+        if row["used"] is False:
+            row["error"] = row["error"] or "nothing has used its gate"
+        doubt = "yellow" if row["error"] or (row["behind"] or 0) > 1 else None
+        style = "bold red" if row["state"] in ("dead", "never connected") else doubt
+        table.add_row(*("–" if row[name] is None else str(row[name]) for name in _COLUMNS), style=style)
     return table
-
-
-def style_of(row: Mapping[str, Any]) -> str:
-    """Return how a row stands out: dead or missing; in doubt, or more than one version behind; not at all."""
-    if row["state"] in ("dead", "never connected"):
-        return "bold red"
-    return "yellow" if (row["behind"] or 0) > 1 or row["error"] or row["used"] is False else ""
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from wsync.native import native
 from wsync.receiver import Receiver
 from wsync.shm.arena import ArenaInbox
 from wsync.transforms import apply_difference
-from wsync.update import Cause, Digests, Inbox, Outlet, Stage, Update
+from wsync.update import Cause, Inbox, Outlet, Stage, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
 
 
@@ -210,7 +210,7 @@ class InProcess(Outlet, Inbox):
     def seen(self, worker: int, version: int) -> dict[str, Any]:
         return {"where": f"pid {os.getpid()}", "installed": self._receiver.version, "used": process_gate().used}
 
-    def verify(self, digests: Mapping[int, Digests], deadline: float | None) -> Mapping[int, Cause]:
+    def verify(self, digests: Mapping[int, dict[str, int]], deadline: float | None) -> Mapping[int, Cause]:
         error = process_gate().call_without_forward(error_of, self._receiver.verify, digests[0])
         return {0: Cause("failed", last_line(error))} if error else {}
 

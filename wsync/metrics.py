@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -18,17 +17,11 @@ from wsync.errors import missing_extra
 from wsync.update import PHASES, SyncReport
 
 if TYPE_CHECKING:
-    from http.server import ThreadingHTTPServer
+    from wsgiref.simple_server import WSGIServer
 
 _KEPT = 10_000  # of the newest updates, for percentiles
 LEDGER = "ledger.json"
 """The file in a run's folder that has its rows."""
-_FIGURES = {  # of each worker
-    "alive": "whether it is connected",
-    "sent": "the newest version that it was sent",
-    "installed": "the version that it has",
-    "behind": "by how many versions it is behind",
-}
 senders = WeakValueDictionary[int, Any]()  # the schemes of this process that send, by id
 _COPIES, _LARGEST_COPY = 15, 64 << 20  # of the plain copy: how many are timed, bytes
 
@@ -39,41 +32,33 @@ def ledger() -> list[dict[str, Any]]:
     return [row for one in schemes if one is not None and one.is_sender for row in one.ledger()]
 
 
-def serve_metrics(port: int, host: str = "127.0.0.1") -> ThreadingHTTPServer:
+def serve_metrics(port: int, host: str = "127.0.0.1") -> WSGIServer:
     """Serve over HTTP which versions the workers of all schemes of this process have; to anybody, without a key.
 
     ``/metrics`` is for Prometheus; ``/ledger`` has the rows of ``WeightSyncScheme.ledger`` as JSON. Returns the server,
     which runs in a thread: ``server_port``, ``shutdown()``. ImportError: ``prometheus-client`` is missing.
     """
-    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-
     try:
-        from prometheus_client import CollectorRegistry, Gauge, generate_latest
+        from prometheus_client import CollectorRegistry, Gauge, generate_latest, start_http_server
     except ModuleNotFoundError as error:
         raise missing_extra(error, "metrics") from error
 
     def figures() -> bytes:
         registry, rows = CollectorRegistry(), [{**row, "alive": row["state"] == "alive"} for row in ledger()]
-        for name, text in _FIGURES.items():
-            gauge = Gauge(f"wsync_{name}", text, ("model", "scheme", "worker"), registry=registry)
+        for name in ("alive", "sent", "installed", "behind"):
+            gauge = Gauge(f"wsync_{name}", "see docs/seen.md", ("model", "scheme", "worker"), registry=registry)
             for row in rows:
                 if row[name] is not None:
                     gauge.labels(row["model"], row["scheme"], row["worker"]).set(row[name])
         return generate_latest(registry)
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            as_json = self.path == "/ledger"
-            body = msgspec.json.encode(ledger()) if as_json else figures()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json" if as_json else "text/plain; version=0.0.4")
-            self.end_headers()
-            self.wfile.write(body)
+    def app(request: dict[str, Any], start: Callable[..., object]) -> list[bytes]:
+        as_json = request["PATH_INFO"] == "/ledger"
+        start("200 OK", [("Content-Type", "application/json" if as_json else "text/plain; version=0.0.4")])
+        return [msgspec.json.encode(ledger()) if as_json else figures()]
 
-        def log_message(self, format: str, *_: object) -> None: ...  # it is asked every few seconds
-
-    server = ThreadingHTTPServer((host, port), Handler)
-    threading.Thread(target=server.serve_forever, name="wsync-metrics", daemon=True).start()
+    server, _ = start_http_server(port, host, CollectorRegistry())
+    server.set_app(app)
     return server
 
 

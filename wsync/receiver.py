@@ -29,7 +29,7 @@ from wsync.control.session import choose
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncError, error_of
 from wsync.gate import entered_for_forward_of, gate_model, process_gate, ungate_model
-from wsync.update import LAST_VERSION, Connection, Digests, Inbox, Update
+from wsync.update import LAST_VERSION, Connection, Inbox, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
 from wsync.weights.snapshot import snapshot
 from wsync.weights.strategy import WeightStrategy
@@ -232,7 +232,7 @@ class Receiver:
         assert self._target is not None, "an update before its layout"
         self._target.check_only(update.views, load_extra(update.extra))
 
-    def verify(self, digests: Digests) -> None:
+    def verify(self, digests: dict[str, int]) -> None:
         """Raise ``LayoutMismatch`` if the model's tensors have other digests. Called inside the gate."""
         if self.destination.model is None:
             raise LayoutMismatch("a function has loaded the weights: what it has made of them is not known")

@@ -474,10 +474,8 @@ class WeightSyncScheme:
     def verify(self, weights: Any = None, timeout: float | None = None) -> list[dict[str, Any]]:
         """On the sender: have workers compare all tensors that are installed with the trainer's; return the ledger.
 
-        Args:
-            weights: what was sent, as ``send`` takes it: None reads what was given at init. All transforms are applied,
-                with this end's ``receive_transform``.
-            timeout: seconds, running forwards included; None for the scheme's.
+        ``weights`` are those that were sent, as ``send`` takes them: None reads what was given at init. They pass all
+        transforms, also this end's ``receive_transform``. ``timeout``: seconds, None for the scheme's.
 
         WorkerFailed, WorkerDied, SyncTimeout: one error names each worker, and the tensors that differ.
         NotConnected: nothing was sent. WeightSyncError: the workers cannot be asked.

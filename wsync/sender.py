@@ -23,7 +23,7 @@ from wsync.control.loop import control_loop
 from wsync.deadlines import NOW, deadline_in
 from wsync.errors import NotConnected, WeightSyncError, WorkerDied, WorkerError, join_indices, last_line
 from wsync.transforms import Chain
-from wsync.update import LAST_VERSION, Cause, Digests, Outlet, Stage, SyncReport, Update
+from wsync.update import LAST_VERSION, Cause, Outlet, Stage, SyncReport, Update
 from wsync.weights.layout import Buffer, Layout
 from wsync.weights.snapshot import Snapshot
 from wsync.weights.source import Source, as_plain_integer
@@ -441,7 +441,7 @@ class Sender:
             workers, layout, version = self._update_expected(self._recipients(None)), self.layout, self.sent_version
             if layout is None:
                 raise NotConnected("there is nothing to verify: no weights were sent yet")
-            digests = dict[int, Digests]()
+            digests = dict[int, dict[str, int]]()
             for part in self.source.parts(weights, workers, layout):
                 sent = Snapshot(dict(zip(layout.names, part.tensors, strict=True))).through(transform)
                 own = {name: digest_of(one) for name, one in sent.tensors.items()}

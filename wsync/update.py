@@ -21,8 +21,6 @@ PHASES = ("extract", "pack", "transfer", "wait", "apply", "acknowledge")
 Stage = Literal["received", "ready", "installed"]
 """How far an update is in a worker: *received*, verified and in its memory; *ready*, every forward that starts later
 uses it, or a newer one; *installed* in the model. A version that is ready or installed makes every older one so."""
-Digests = Mapping[str, int]
-"""Of each tensor, by its name: see ``digest_of``."""
 
 
 class Update(msgspec.Struct, eq=False):
@@ -150,11 +148,9 @@ class Outlet(Protocol):
         cause = self.wait([worker], version, "installed", NOW).get(worker)
         return {"installed": version} if cause is None else {"error": cause.text}
 
-    def verify(self, digests: Mapping[int, Digests], deadline: float | None) -> Mapping[int, Cause]:
-        """Ask workers whether what is installed has these digests; return why not, or why it is not known."""
-        raise WeightSyncError(
-            "verify() has no answer here: readers of a store, and engines, do not tell what they have"
-        )
+    def verify(self, digests: Mapping[int, dict[str, int]], deadline: float | None) -> Mapping[int, Cause]:
+        """Ask workers whether the tensors that are installed have these digests; return why not, or who is silent."""
+        raise WeightSyncError("verify() is not answered here: by readers of a store, or by engines")
 
     def disconnect(self, worker: int, cause: str) -> None:
         """Treat a worker as dead."""

@@ -34,7 +34,7 @@ from wsync.gate import process_gate
 from wsync.native import native, why_not
 from wsync.shm.arena import SenderArena
 from wsync.transforms import Delta
-from wsync.update import Cause, Digests, Outlet, Stage, Update
+from wsync.update import Cause, Outlet, Stage, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
 
 _log = logging.getLogger(__name__)
@@ -311,8 +311,8 @@ class Workers(Outlet):
             member.has_layout = not causes
         return causes
 
-    def verify(self, digests: Mapping[int, Digests], deadline: float | None) -> Mapping[int, Cause]:
-        async def verify(worker: int, own: Digests) -> str | None:
+    def verify(self, digests: Mapping[int, dict[str, int]], deadline: float | None) -> Mapping[int, Cause]:
+        async def verify(worker: int, own: dict[str, int]) -> str | None:
             member, newest = self._members.get(worker), self._newest[worker]
             if member is None:
                 return None

@@ -1,4 +1,4 @@
-"""The files of a run: ``config.yaml``, ``metrics.jsonl``, ``ledger.json``, ``summary.json``, and the pictures made from them."""
+"""The files of a run: ``config.yaml``, ``metrics.jsonl``, ``summary.json``, ``ledger.json``, and its pictures."""
 
 from __future__ import annotations
 

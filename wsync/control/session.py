@@ -29,7 +29,7 @@ from wsync.control.wire import Changes, Link, Message, Offer, Refused, Side, Sta
 from wsync.deadlines import NOW, remaining
 from wsync.errors import NotConnected, as_text, last_line
 from wsync.gate import process_gate
-from wsync.update import Cause, Digests, Inbox, Stage, Update
+from wsync.update import Cause, Inbox, Stage, Update
 
 if TYPE_CHECKING:
     from wsync.receiver import Receiver
@@ -198,10 +198,10 @@ class WorkerSession:
         await self.answered()
         return self.misfit
 
-    async def verify(self, digests: Digests) -> str | None:
+    async def verify(self, digests: dict[str, int]) -> str | None:
         """Ask which tensors have other digests; return the answer, None if the connection has ended."""
         self._questions = number = self._questions + 1
-        self.post(wire.Verify(number, dict(digests)))
+        self.post(wire.Verify(number, digests))
         await self._changes.until(lambda: self.verified.verify == number or self.cause is not None)
         return self.verified.error if self.verified.verify == number else None
 
