@@ -39,25 +39,26 @@ def serve_metrics(port: int, host: str = "127.0.0.1") -> WSGIServer:
     which runs in a thread: ``server_port``, ``shutdown()``. ImportError: ``prometheus-client`` is missing.
     """
     try:
-        from prometheus_client import CollectorRegistry, Gauge, generate_latest, start_http_server
+        import prometheus_client as prometheus  # pyright: ignore[reportMissingImports]
     except ModuleNotFoundError as error:
         raise missing_extra(error, "metrics") from error
 
     def figures() -> bytes:
-        registry, rows = CollectorRegistry(), [{**row, "alive": row["state"] == "alive"} for row in ledger()]
+        registry, labels = prometheus.CollectorRegistry(), ("model", "scheme", "worker")
+        rows = [{**row, "alive": row["state"] == "alive"} for row in ledger()]
         for name in ("alive", "sent", "installed", "behind"):
-            gauge = Gauge(f"wsync_{name}", "see docs/seen.md", ("model", "scheme", "worker"), registry=registry)
+            gauge = prometheus.Gauge(f"wsync_{name}", "see docs/seen.md", labels, registry=registry)
             for row in rows:
                 if row[name] is not None:
-                    gauge.labels(row["model"], row["scheme"], row["worker"]).set(row[name])
-        return generate_latest(registry)
+                    gauge.labels(*(row[label] for label in labels)).set(row[name])
+        return prometheus.generate_latest(registry)
 
     def app(request: dict[str, Any], start: Callable[..., object]) -> list[bytes]:
         as_json = request["PATH_INFO"] == "/ledger"
         start("200 OK", [("Content-Type", "application/json" if as_json else "text/plain; version=0.0.4")])
         return [msgspec.json.encode(ledger()) if as_json else figures()]
 
-    server, _ = start_http_server(port, host, CollectorRegistry())
+    server, _ = prometheus.start_http_server(port, host)
     server.set_app(app)
     return server
 

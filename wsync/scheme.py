@@ -466,7 +466,7 @@ class WeightSyncScheme:
         connected", "not known"; ``sent``, ``sent_at``: the newest version for it, in Unix seconds; ``installed``,
         ``installed_at``: what it has, and when all were known to have that; ``behind``: by how many versions;
         ``verified``, ``digest``, ``used``: what ``verify`` has found, and whether the worker had ever used its gate;
-        ``error``: the last one.
+        ``error``: why it is dead, or lacks a version.
         """
         rows = self._as_sender("ledger").ledger()
         return [{"model": self.model_id, "scheme": self.metrics.scheme, **row} for row in rows]

@@ -342,8 +342,9 @@ class Workers(Outlet):
             return {**row, "error": self._causes.get(worker) or self._rejected.get(worker, "")}
         session, by_words = member.session, arena if member.block >= 0 else None
         installed = session.reported.installed if by_words is None else by_words.installed(member.block)
-        row |= {"where": member.where, "installed": installed}
-        return {**row, "used": session.verified.used, "error": session.error}
+        refused, why = session.refused
+        row |= {"where": member.where, "installed": installed, "used": session.verified.used}
+        return {**row, "error": why if refused > installed else ""}
 
     def reserve(self, deadline: float | None) -> Buffer:
         assert self._layout is not None, "set_layout() comes first"

@@ -125,7 +125,7 @@ class WorkerSession:
         self._link, self._medium, self._difference, self._known = link, medium, difference, known
         self._on_request, self._on_change = on_request, on_change
         self._refusals: dict[int, str] = {}  # why, by version
-        self.error = ""  # the last of these
+        self.refused = (0, "")  # the last of these
         self._failed = 0  # the newest version that was refused and has taken the place of older ones
         self._messages: deque[Message] = deque()
         self._waiting: deque[Update] = deque()  # they have not begun to travel
@@ -216,7 +216,8 @@ class WorkerSession:
     def _refuse(self, version: int, error: str, *, last: bool) -> None:
         if len(self._refusals) >= _KEPT_REFUSALS:
             del self._refusals[next(iter(self._refusals))]
-        self._refusals[version] = self.error = as_text(error)
+        self._refusals[version] = as_text(error)
+        self.refused = version, self._refusals[version]
         if last:
             self._failed = max(self._failed, version)
         self._base = None  # what the worker has received is not known
