@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
@@ -23,30 +24,8 @@ from wsync.testing.models import scramble
 from wsync.transforms import Cast, Dequantize, Exclude, Fuse, QuantizeInt8, Rename
 
 
-def compiled() -> Any:
-    return torch.compile(make_trained())
-
-
-def wrapped() -> nn.Module:
-    return nn.ModuleDict({"body": make_trained()})
-
-
-def flip(state: WorkerState) -> None:
-    state.models["policy"].v.bias.data.view(torch.int32)[3] ^= 1
-
-
-def swap(state: WorkerState) -> None:
-    q, k = state.models["policy"].q, state.models["policy"].k
-    q.weight.data, k.weight.data = k.weight.data, q.weight.data
-
-
-def drop(state: WorkerState) -> None:
-    del state.models["policy"].k.bias
-
-
-def act(state: WorkerState, copied: bool) -> float:
-    model = state.models["policy"]
-    return (copy.deepcopy(model) if copied else model).q(torch.zeros(16)).sum().item()
+def execute(state: WorkerState, statement: str) -> None:
+    exec(statement, {"model": state.models["policy"], "torch": torch, "copy": copy})
 
 
 def seen(scheme: wsync.WeightSyncScheme, *columns: str) -> list[tuple[Any, ...]]:
@@ -57,9 +36,8 @@ def test_the_ledger_has_a_row_for_each_worker(backend: BuiltIn) -> None:
     with backend.connected() as session:
         session.update(2)
         for row, worker in zip(session.scheme.ledger(), session.workers, strict=True):
-            assert (row["where"], row["state"], row["error"]) == (f"pid {worker.pid}", "alive", "")
-            assert (row["sent"], row["installed"], row["behind"]) == (2, 2, 0)
-            assert row["sent_at"] < row["installed_at"]
+            told = [row[name] for name in ("where", "state", "sent", "installed", "behind", "error")]
+            assert told == [f"pid {worker.pid}", "alive", 2, 2, 0, ""] and row["sent_at"] < row["installed_at"]
         session.workers[1].stop()  # it never installs
         session.post(3)
         with pytest.raises(wsync.SyncTimeout, match=r"not verified on worker 1: .*\nworkers that have it: 0"):
@@ -72,20 +50,24 @@ def test_the_ledger_has_a_row_for_each_worker(backend: BuiltIn) -> None:
         assert [row["verified"] for row in session.scheme.verify()] == [4, None]
 
 
-@pytest.mark.parametrize(("plant", "names"), [(flip, "'v.bias'"), (swap, "'q.weight'; 'k.weight'"), (drop, "'k.bias'")])
-def test_verify_names_the_tensors_that_differ(backend: BuiltIn, plant: Any, names: str) -> None:
+SWAP = "model.q.weight.data, model.k.weight.data = model.k.weight.data, model.q.weight.data"
+PLANTED = [("model.v.bias.data.view(torch.int32)[3] ^= 1", "v.bias"), (SWAP, "q.weight'; 'k.weight")]
+
+
+@pytest.mark.parametrize(("plant", "names"), [*PLANTED, ("del model.k.bias", "k.bias")])
+def test_verify_names_the_tensors_that_differ(backend: BuiltIn, plant: str, names: str) -> None:
     with backend.connected(make=make_trained) as session:
         session.scheme.send(scramble(session.model, 7))
         assert len({row["digest"] for row in session.scheme.verify()} - {None}) == 1
-        session.workers[1].call(plant)
-        with pytest.raises(wsync.WorkerFailed, match=rf"not verified on workers? (0, )?1: .* {names}\n"):
+        session.workers[1].call(execute, plant)
+        with pytest.raises(wsync.WorkerFailed, match=rf"not verified on workers? (0, )?1: .* '{names}'\n"):
             session.scheme.verify()
         assert session.scheme.ledger()[1]["verified"] is None
 
 
 def test_what_is_installed_is_compared_after_all_transforms(pool: WorkerPool) -> None:
-    fused = {f"qkv.{kind}": [f"{one}.{kind}" for one in "qkv"] for kind in ("weight", "bias")}
-    send = [Exclude("head"), Fuse(fused), Rename({"embed.weight": "tokens.weight"}), QuantizeInt8(only="qkv.weight")]
+    qkv, names = ["q.*", "k.*", "v.*"], {"embed.weight": "tokens.weight"}
+    send = [Exclude("head"), Fuse({"qkv.*": qkv}), Rename(names), QuantizeInt8(only="qkv.weight")]
     options: dict[str, Any] = {"send_transform": send, "receive_transform": [Dequantize(), Cast("bfloat16")]}
     with pool.group(1) as workers, wsync.MultiProcessWeightSyncScheme(**options) as scheme:
         scheme.init_on_sender("policy", model=make_trained(), num_workers=1)
@@ -95,15 +77,14 @@ def test_what_is_installed_is_compared_after_all_transforms(pool: WorkerPool) ->
         assert scheme.verify()[0]["verified"] == 1
 
 
-@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize("gate", [False, True])  # if it is gated, the worker acts with a copy
 def test_an_update_that_reaches_nothing_is_seen(gate: bool) -> None:
-    """The model is not gated; or it is, and the worker acts with a copy of it."""
     SharedMemoryPublished.pool = WorkerPool()  # of workers that were used before, the gate was used
     with SharedMemoryPublished().connected(1, make=make_trained, gate=gate) as session:
         session.scheme.verify()  # the worker's control thread has nothing left to do
         for _ in range(3):
             session.scheme.send()
-            session.workers[0].call(act, copied=gate)
+            session.workers[0].call(execute, f"{'copy.deepcopy(model)' if gate else 'model'}.q(torch.zeros(16))")
         assert seen(session.scheme, "sent", "installed", "behind") == [(4, 1, 3)]
         assert session.scheme.verify()[0]["used"] is False
     SharedMemoryPublished.pool.close()
@@ -113,8 +94,9 @@ def test_an_update_that_reaches_nothing_is_seen(gate: bool) -> None:
 def test_wrapped_models_have_the_names_of_the_plain_ones(pool: WorkerPool) -> None:
     with pool.group(2) as workers, wsync.MultiProcessWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", model=nn.parallel.DistributedDataParallel(make_trained()), num_workers=2)
-        for index, make in enumerate((compiled, wrapped)):
-            workers[index].start(commands.join, scheme, make, index, "policy")
+        compiled, wrapped = partial(torch.compile, make_trained()), partial(nn.ModuleDict, {"body": make_trained()})
+        workers[0].start(commands.join, scheme, compiled, 0, "policy")
+        workers[1].start(commands.join, scheme, wrapped, 1, "policy")
         with pytest.raises(wsync.WorkerFailed, match=r"worker 1: .*'q.bias'"):
             scheme.connect()
         with pytest.raises(Exception, match="LayoutMismatch"):
@@ -128,8 +110,7 @@ def test_two_runs_in_one_store_are_seen(tmp_path: Path) -> None:
     with wsync.StoreWeightSyncScheme(tmp_path) as one, wsync.StoreWeightSyncScheme(tmp_path) as other:
         for scheme in (one, other):
             scheme.init_on_sender(model=linear(1))
-            scheme.connect()
-            scheme.send()
+            scheme.connect()  # publishes the first version
         assert seen(one, "state", "error") == [("not known", "another trainer publishes in this store")]
         assert seen(other, "where", "error") == [(str(tmp_path / "policy"), "")]
         with pytest.raises(wsync.WeightSyncError, match="readers of a store"):
