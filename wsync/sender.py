@@ -93,7 +93,7 @@ class Sender:
         self._extra: dict[int, bytes] = {}  # each worker's extra state, as last sent
         self._newest: Buffer | None = None  # of the newest update, if all workers were given it
         self._installed = (-1, 0.0)  # the newest version that all are known to have, and since when
-        self._verified: dict[tuple[int, str], tuple[int, str]] = {}  # by worker, and where it is: version, its digest
+        self._verified: dict[tuple[int, str | None], tuple[int, str]] = {}  # by worker and place: version, digest
         self._lock = threading.RLock()  # guards everything here; it is the order of updates
         self.loop = control_loop()
 
@@ -448,8 +448,9 @@ class Sender:
                 digests |= {worker: own for worker in part.workers}
             causes, self._verified = self.outlet.verify(digests, deadline_in(timeout)), {}
             for worker in digests.keys() - causes.keys():
-                whole = xxhash.xxh3_64_hexdigest(repr(sorted(digests[worker].items())).encode())
-                self._verified[worker, self.outlet.seen(worker, version)["where"]] = version, whole
+                whole, seen = repr(sorted(digests[worker].items())).encode(), self.outlet.seen(worker, version)
+                checked = seen.get("sent", version), xxhash.xxh3_64_hexdigest(whole)
+                self._verified[worker, seen.get("where")] = checked
             self._name(causes)
             raise_causes(causes, "version {} is not verified", version, [worker for worker, _ in self._verified])
 
