@@ -43,6 +43,8 @@ def test_the_ledger_has_a_row_for_each_worker(backend: BuiltIn) -> None:
         with pytest.raises(wsync.SyncTimeout, match=r"not verified on worker 1: .*\nworkers that have it: 0"):
             session.scheme.verify(timeout=2.0)
         assert seen(session.scheme, "sent", "installed", "behind") == [(3, 3, 0), (3, 2, 1)]
+        session.workers[1].resume()
+        assert [row["verified"] for row in session.scheme.verify()] == [3, 3]
         session.workers[1].kill()
         with pytest.raises(wsync.WorkerDied):
             session.update(4)

@@ -49,13 +49,16 @@ class Contact:
     pid: int  # of the other end, as the kernel reports it; 0 if it is on another machine
     _handshake: Handshake = field(repr=False)  # with the key
     fds: Sequence[int] = ()  # that the trainer has passed to the worker
-    where: str = ""  # the other end, for people
 
     def __post_init__(self) -> None:
-        self.where = f"pid {self.pid}" if self.pid else ":".join(map(str, self.sock.getpeername()[:2]))
         if self.sock.family != socket.AF_UNIX:
             for option in KEEPALIVE:
                 self.sock.setsockopt(*option)
+
+    @property
+    def where(self) -> str:
+        """The other end, for people: its process; on another machine, its address. OSError: it has gone."""
+        return f"pid {self.pid}" if self.pid else ":".join(map(str, self.sock.getpeername()[:2]))
 
     async def accept(self, fds: Sequence[int] = ()) -> None:
         """Trainer: accept the worker, and give it descriptors (only by a Unix socket)."""
