@@ -95,5 +95,8 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
     def implied_worker_counts(self) -> Mapping[str, int]:
         return {"urls": len(self.urls)}
 
+    def ledger(self) -> list[dict[str, Any]]:
+        return [{**row, "where": self.urls[row["worker"]]} for row in super().ledger()]
+
     def make_connection(self, model_id: str, receiver: Receiver) -> NoReturn:
         raise RuntimeError("an engine over HTTP receives by wsync.engine_app(load=…), in the engine's process")

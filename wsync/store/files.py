@@ -266,5 +266,10 @@ class Files(Outlet):
         with self._store.explaining(f"version {manifest.version} was not stored in {url}"):
             self._store.write(file, pieces)
 
+    def seen(self, worker: int, version: int) -> dict[str, Any]:
+        newest = self._store.newest() if self._wrote else None
+        error = "" if newest is None or newest.writer == self.name else "another trainer publishes in this store"
+        return {"where": self._store.url, "state": "not known", "error": error}
+
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
         return 0.0, 0.0, 0 if self._layout is None else self._layout.nbytes
