@@ -52,7 +52,7 @@ class Server(NamedTuple):
     def post(self, route: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
-        method = "GET" if route in ("/is_paused", "/get_world_size") else "POST"
+        method = "GET" if route in ("/is_paused", "/get_world_size", "/weight_info") else "POST"
         request = urllib.request.Request(self.url + route, data, headers, method=method)
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.loads(answer.read() or b"{}")
@@ -102,7 +102,7 @@ def log_probabilities(model: Any, prompt: Sequence[int], tokens: Sequence[int]) 
 @contextmanager
 def trainer(server: Server, model: Any, **options: Any) -> Iterator[wsync.HTTPWeightSyncScheme]:
     """A trainer that has sent the weights of ``model``: a module, or a state dict."""
-    with wsync.HTTPWeightSyncScheme(server.url, transfer="wsync", **{"timeout": 120.0, **options}) as scheme:
+    with wsync.HTTPWeightSyncScheme(server.url, **{"transfer": "wsync", "timeout": 120.0, **options}) as scheme:
         given = {"weights": model} if isinstance(model, dict) else {"model": model}
         scheme.init_on_sender("policy", **given)
         scheme.connect()

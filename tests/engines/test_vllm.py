@@ -28,7 +28,10 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.mark.parametrize("pause", [None, "wait", "abort"])
-def test_each_token_of_a_busy_engine_is_of_one_version(server: Server, pause: Any) -> None:
+@pytest.mark.parametrize("transfer", ["wsync", "disk"])
+def test_each_token_of_a_busy_engine_is_of_one_version(
+    server: Server, transfer: str, pause: Any, tmp_path: Path
+) -> None:
     """Three clients generate, while 20 versions are sent. ``transformers`` knows the log-probabilities of each one."""
     versions, answers, stop, sent = {1: make(1)}, list[Any](), threading.Event(), 1
 
@@ -40,7 +43,8 @@ def test_each_token_of_a_busy_engine_is_of_one_version(server: Server, pause: An
             answers.append((began, prompt, *server.complete(prompt, 60, temperature=1.0, seed=chance.randrange(9999))))
 
     clients = [threading.Thread(target=generate, args=(seed,)) for seed in range(3)]
-    with trainer(server, versions[1], pause=pause) as scheme:
+    folder = tmp_path if transfer == "disk" else None
+    with trainer(server, versions[1], pause=pause, transfer=transfer, folder=folder) as scheme:
         server.complete(PROMPT, 2, temperature=1.0)  # vLLM compiles something then
         for client in clients:
             client.start()
@@ -60,7 +64,8 @@ def test_each_token_of_a_busy_engine_is_of_one_version(server: Server, pause: An
             stop.set()
             for client in clients:
                 client.join()
-    assert server.serves(versions[21], PROMPT)
+    assert server.serves(versions[21], PROMPT) and server.post("/weight_info")["weight_version"] == "21"
+    assert [path.name[:9] for path in tmp_path.iterdir()] == ["v00000021"] * (transfer == "disk")
     spanning = count = 0
     for began, prompt, tokens, found in answers:
         fits = {
@@ -73,7 +78,8 @@ def test_each_token_of_a_busy_engine_is_of_one_version(server: Server, pause: An
             assert at, f"token {number} of a request that began with version {began} fits no later version"
         count, spanning = count + len(tokens), spanning + (not any(fit.all() for fit in fits.values()))
     middle = sorted(seconds)[10]
-    print(f"pause={pause}: {count} tokens, {spanning} answers of several versions, {middle:.3f} s ({max(seconds):.3f})")
+    took = f"{middle:.3f} s ({max(seconds):.3f})"
+    print(f"{transfer}, pause={pause}: {count} tokens, {spanning} answers of several versions, {took}")
     assert count > 1000 and bool(spanning) == (pause is None)
 
 
@@ -113,6 +119,33 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve(server: Serv
         ):
             pass
         assert server.serves(old, PROMPT)
+
+
+def test_a_folder_that_the_engine_does_not_see_leaves_the_old_version(server: Server, tmp_path: Path) -> None:
+    with trainer(server, make(55), transfer="disk", folder=tmp_path) as scheme, pytest.MonkeyPatch.context() as patch:
+        usual = EngineClient.post
+
+        def post(client: EngineClient, phase: str, *args: Any) -> Any:
+            if phase == "pause":
+                tmp_path.rename(tmp_path.with_name("elsewhere"))
+            return usual(client, phase, *args)
+
+        patch.setattr(EngineClient, "post", post)
+        with pytest.raises(wsync.WorkerFailed, match=r"phase prepare(?s:.*)does the engine see"):
+            scheme.send(make(56))
+        assert not server.paused() and server.serves(make(55), PROMPT)
+
+
+def test_a_damaged_file_and_a_load_that_fails_half_way_are_repaired_by_the_next_version(
+    server: Server, tmp_path: Path
+) -> None:
+    with trainer(server, make(57), transfer="disk", folder=tmp_path) as scheme:
+        server.post("/collective_rpc", {"method": "fail_half_way"})
+        with pytest.raises(wsync.WorkerFailed, match=r"phase update (?s:.*)planted(?s:.*)stays paused"):
+            scheme.send(make(58))
+        assert server.paused()
+        scheme.send(make(59))
+        assert not server.paused() and server.serves(make(59), PROMPT)
 
 
 def test_a_version_that_does_not_arrive_leaves_the_old_one(server: Server) -> None:

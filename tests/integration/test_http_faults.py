@@ -69,7 +69,9 @@ def test_a_new_trainer_ends_a_body_whose_sender_is_gone() -> None:
         with suppress(wsync.WorkerFailed), trainer(url, transfer=begin, token=None, timeout=5.0):
             pass  # it has initialised the engine, which cannot be paused
         with socket.create_connection((place[0], int(place[1]))) as gone:
-            gone.sendall(b"POST /update_weights?session=gone HTTP/1.1\r\nHost: a\r\nContent-Length: 16\r\n\r\n1")
+            gone.sendall(
+                b"POST /update_weights?session=gone&checksum=0 HTTP/1.1\r\nHost: a\r\nContent-Length: 16\r\n\r\n1"
+            )
             with trainer(url, token=None, timeout=5.0) as scheme:
                 scheme.send()
             assert gone.recv(1000).startswith(b"HTTP/1.1 409")

@@ -50,6 +50,8 @@ class Engine:
         self._pause_route = f"{PAUSE}?mode={pause}&clear_cache={str(clear_cache).lower()}"
         self._delivering: asyncio.Task[None] | None = None
         self._outcome: asyncio.Future[Cause | None] | None = None  # of the newest version
+        self._vote: asyncio.Future[Cause | None] | None = None  # why it is not prepared
+        self._decision: asyncio.Future[bool] | None = None  # whether it is to be used; False: it is aborted
         self._turn = asyncio.Lock()  # held by the delivery that is in progress
         self._transfer: tuple[Layout, VersionSource, Any] | None = None
         self._ending: asyncio.Future[Any] | None = None  # of the transfer before
@@ -80,38 +82,70 @@ class Engine:
 
     def submit(self, update: Update, deadline: float | None) -> None:
         """Send a version, once the one before has ended. An engine that is absent has died."""
-        self.latest, self._outcome = update, asyncio.get_running_loop().create_future()
+        new = asyncio.get_running_loop().create_future
+        self._outcome, self._vote, self._decision = states = new(), new(), new()
+        if not update.undecided:
+            self.decide(update)
         if self.present:
-            self._delivering = asyncio.ensure_future(self._deliver(update, deadline, self._outcome))
+            self._delivering = asyncio.ensure_future(self._deliver(update, deadline, *states))
         else:
-            self._outcome.set_result(Cause("died", self.cause))
+            self._settle(Cause("died", self.cause))
 
-    async def _deliver(self, update: Update, deadline: float | None, outcome: asyncio.Future[Cause | None]) -> None:
+    async def _deliver(self, update: Update, deadline: float | None, outcome: Any, vote: Any, decision: Any) -> None:
         async with self._turn:
             if outcome.done() or outcome is not self._outcome:  # the engine was disconnected, or a version is newer
                 return
-            cause = await self.attempt(update.buffer.layout, update, deadline)
+            cause = await self.attempt(update.buffer.layout, update, deadline, vote, decision)
             if outcome.done():
                 return
-            outcome.set_result(cause)
             if cause is not None and cause.kind == "died":
                 self.disconnect(cause.text)
+            elif outcome is self._outcome:
+                self._settle(cause)
+
+    def _settle(self, cause: Cause | None) -> None:
+        for one in (self._outcome, self._vote):
+            if one is not None and not one.done():
+                one.set_result(cause)
+
+    def decide(self, update: Update | None) -> None:
+        """Have the engine use its newest version, ``update``; None: abort that, if nothing was decided yet."""
+        self.latest = update or self.latest
+        if self._decision is not None and not self._decision.done():
+            self._decision.set_result(update is not None)
 
     async def outcome(self, deadline: float | None) -> Cause | None:
         """Wait for the outcome of the newest version."""
-        if self._outcome is None:
+        return await self._awaited(self._outcome, deadline)
+
+    async def prepared(self, deadline: float | None) -> Cause | None:
+        """Wait until the newest version is prepared; return why it is not."""
+        return await self._awaited(self._vote, deadline)
+
+    async def _awaited(self, future: asyncio.Future[Cause | None] | None, deadline: float | None) -> Cause | None:
+        if future is None:
             return None
-        await asyncio.wait([self._outcome], timeout=remaining(deadline))
-        if self._outcome.done():
-            return self._outcome.result()
+        await asyncio.wait([future], timeout=remaining(deadline))
+        if future.done():
+            return future.result()
         return Cause("late", f"{self.client.url}: phase {self.client.phase}: no answer before the deadline")
+
+    async def lives(self) -> Cause | None:
+        """Return why an engine that has prepared a version cannot use it any more: it is dead."""
+        try:
+            await self._request("health", HEALTH, deadline_in(_PROBE))
+        except EngineError as error:
+            if error.kind == "died":
+                self.disconnect(str(error))
+                return Cause("died", str(error))
+        return None
 
     def disconnect(self, cause: str) -> None:
         """Treat the engine as dead; what waits for it is told so. Its next version begins with a new transfer."""
         self.present, self.cause, self._begun = False, cause, False
         self._end_transfer()
-        if self._outcome is not None and not self._outcome.done():
-            self._outcome.set_result(Cause("died", cause))
+        self._settle(Cause("died", cause))
+        self.decide(None)
         self.client.give_up()
 
     async def close(self) -> None:
@@ -132,13 +166,18 @@ class Engine:
 
     # --- one attempt ---
 
-    async def attempt(self, layout: Layout, update: Update | None, deadline: float | None) -> Cause | None:
-        """Send a version (None: only init, for a new layout); return why that has failed."""
+    async def attempt(
+        self, layout: Layout, update: Update | None, deadline: float | None, *states: asyncio.Future[Any]
+    ) -> Cause | None:
+        """Send a version (None: only init, for a new layout); return why that has failed.
+
+        ``states``: as ``_vote`` and ``_decision``.
+        """
         client = self.client
         client.deadline = deadline
         client.phase = "connect"
         try:
-            await self._send(layout, update)
+            await self._send(layout, update, *states)
             return None
         except EngineError as error:
             kind, text = error.kind, str(error)
@@ -148,7 +187,7 @@ class Engine:
             text += "\nThe engine stays paused until it has a whole version: send again"
         return Cause(kind, text)
 
-    async def _send(self, layout: Layout, update: Update | None) -> None:
+    async def _send(self, layout: Layout, update: Update | None, *states: asyncio.Future[Any]) -> None:
         if self._transfer is None or self._transfer[0] != layout:
             self._end_transfer()
             self.client.phase = "init"
@@ -159,12 +198,39 @@ class Engine:
         if update is None:
             return
         self.client.version, self.client.times = update.version, (0.0, 0.0)
+        source.update = update
+        try:
+            if hasattr(transfer, "prepare"):
+                await self._send_in_steps(transfer, *states)
+            elif update.undecided:
+                raise EngineError(f"{self.client.url}: its transfer cannot prepare a version: send() each model")
+            else:
+                async with self._paused():
+                    await self._blocking(transfer.send_weights)
+        finally:
+            source.update = None
+
+    async def _send_in_steps(self, transfer: Any, vote: asyncio.Future[Any], decision: asyncio.Future[bool]) -> None:
+        if hasattr(transfer, "stage"):
+            await self._blocking(transfer.stage)
         async with self._paused():
-            source.update = update
             try:
-                await self._blocking(transfer.send_weights)
-            finally:
-                source.update = None
+                await self._blocking(transfer.prepare)
+            except EngineError as error:
+                if error.kind == "failed":
+                    with suppress(EngineError):  # the other error is the one to report
+                        await self._abort(transfer)
+                raise
+            if not vote.done():
+                vote.set_result(None)
+            if await decision:
+                await self._blocking(transfer.commit)
+            else:
+                await self._abort(transfer)
+
+    async def _abort(self, transfer: Any) -> None:
+        await self._blocking(transfer.abort)
+        self.client.phase = "prepare"  # nothing has begun
 
     async def _request(self, phase: str, route: str, deadline: float | None) -> None:
         await run_blocking("engine", partial(self.client.request, phase, route, deadline=deadline))
@@ -209,6 +275,8 @@ class Engine:
 
 class Engines(Outlet):
     """An ``Outlet`` to engines. ``timeout`` returns the seconds that an update may take; None for no limit."""
+
+    transactional = True
 
     def __init__(
         self,
@@ -282,9 +350,22 @@ class Engines(Outlet):
         for worker in workers:
             self._loop.post(self._engines[worker].submit, update, deadline)
 
+    prepare = publish  # an undecided version waits for the decision
+
+    def commit(self, update: Update, workers: Sequence[int]) -> None:
+        for worker in workers:
+            self._loop.post(self._engines[worker].decide, update)
+
+    def abort(self, version: int) -> None:
+        for engine in self._engines:
+            self._loop.post(engine.decide, None)
+
     def wait(self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None) -> Mapping[int, Cause]:
-        """Wait until engines have loaded their newest version."""
-        return self._loop.call(self._each(workers, lambda engine: engine.outcome(deadline)))
+        """Wait until engines have loaded their newest version; or have prepared it (``received``), and all live."""
+        if stage != "received":
+            return self._loop.call(self._each(workers, lambda engine: engine.outcome(deadline)))
+        causes = self._loop.call(self._each(workers, lambda engine: engine.prepared(deadline)))
+        return causes or self._loop.call(self._each(workers, lambda engine: engine.lives()))
 
     async def _each(self, workers: Sequence[int], ask: Callable[[Engine], Any]) -> Mapping[int, Cause]:
         """Ask engines side by side; return the causes that some have answered."""
