@@ -12,7 +12,7 @@ import resource
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -169,7 +169,7 @@ def test_a_full_disk_leaves_the_old_version(tmp_path: Path) -> None:
 )
 def test_what_the_engine_cannot_read_is_named(tmp_path: Path, lost: str, said: str, monkeypatch: Any) -> None:
     """A folder that it does not see; a damaged file: then it stays paused until a version is whole."""
-    stock, usual = StockEngine(), StockEngine._reload
+    usual = StockEngine._reload
 
     async def reload(engine: StockEngine, request: Request) -> JSONResponse:
         for path in tmp_path.glob(f"v00000002-*/{lost}"):
@@ -182,5 +182,12 @@ def test_what_the_engine_cannot_read_is_named(tmp_path: Path, lost: str, said: s
         with pytest.raises(wsync.WorkerFailed, match=rf"{url}: {said}"):
             scheme.send(fill(Small(), 2))
         assert stock.paused == ("update" in said)
+        with ExitStack() as end:
+            critic = wsync.HTTPWeightSyncScheme(end.enter_context(serve(wsync.engine_app(Small(), token=None))))
+            critic.init_on_sender("critic", model=Small())
+            critic.connect()
+        with critic, pytest.raises(wsync.WorkerDied, match="applied nowhere"):
+            wsync.synchronize({scheme: fill(Small(), 2), critic: None})
+        assert stock.paused == ("update" in said)  # nor is it resumed by an update that is aborted
         scheme.send(fill(Small(), 3))
         assert stock.value() == 3

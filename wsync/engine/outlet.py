@@ -50,8 +50,8 @@ class Engine:
         self._pause_route = f"{PAUSE}?mode={pause}&clear_cache={str(clear_cache).lower()}"
         self._delivering: asyncio.Task[None] | None = None
         self._outcome: asyncio.Future[Cause | None] | None = None  # of the newest version
-        self._vote: asyncio.Future[Cause | None] | None = None  # why it is not prepared
-        self._decision: asyncio.Future[bool] | None = None  # whether it is to be used; False: it is aborted
+        # Of the version that was submitted last: its outcome, why it is not prepared, and whether it is to be used.
+        self._states: Sequence[Any] = (None, None, None)
         self._turn = asyncio.Lock()  # held by the delivery that is in progress
         self._transfer: tuple[Layout, VersionSource, Any] | None = None
         self._ending: asyncio.Future[Any] | None = None  # of the transfer before
@@ -83,44 +83,43 @@ class Engine:
     def submit(self, update: Update, deadline: float | None) -> None:
         """Send a version, once the one before has ended. An engine that is absent has died."""
         new = asyncio.get_running_loop().create_future
-        self._outcome, self._vote, self._decision = states = new(), new(), new()
+        self._states = new(), new(), new()
         if not update.undecided:
-            self.decide(update)
+            self.commit(update)
         if self.present:
-            self._delivering = asyncio.ensure_future(self._deliver(update, deadline, *states))
+            self._delivering = asyncio.ensure_future(self._deliver(update, deadline, *self._states))
         else:
-            self._settle(Cause("died", self.cause))
+            _settle(self._states[:2], Cause("died", self.cause))
+
+    def commit(self, update: Update) -> None:
+        """Have the engine use the update that was submitted last."""
+        self.latest, self._outcome = update, self._states[0]
+        _settle(self._states[2:], True)
+
+    async def abort(self) -> None:
+        """Have it not use that, unless this was decided; wait, for some seconds, until it goes on with the others."""
+        _settle(self._states[2:], False)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_RESUME_TIMEOUT), self._turn:
+                pass
 
     async def _deliver(self, update: Update, deadline: float | None, outcome: Any, vote: Any, decision: Any) -> None:
         async with self._turn:
-            if outcome.done() or outcome is not self._outcome:  # the engine was disconnected, or a version is newer
+            is_old = decision.done() and update is not self.latest  # another is newer, or it is aborted
+            if outcome.done() or is_old:  # done: the engine was disconnected
                 return
             cause = await self.attempt(update.buffer.layout, update, deadline, vote, decision)
-            if outcome.done():
-                return
-            if cause is not None and cause.kind == "died":
+            if not outcome.done() and cause is not None and cause.kind == "died":
                 self.disconnect(cause.text)
-            elif outcome is self._outcome:
-                self._settle(cause)
-
-    def _settle(self, cause: Cause | None) -> None:
-        for one in (self._outcome, self._vote):
-            if one is not None and not one.done():
-                one.set_result(cause)
-
-    def decide(self, update: Update | None) -> None:
-        """Have the engine use its newest version, ``update``; None: abort that, if nothing was decided yet."""
-        self.latest = update or self.latest
-        if self._decision is not None and not self._decision.done():
-            self._decision.set_result(update is not None)
+            _settle([outcome, vote], cause)
 
     async def outcome(self, deadline: float | None) -> Cause | None:
         """Wait for the outcome of the newest version."""
         return await self._awaited(self._outcome, deadline)
 
     async def prepared(self, deadline: float | None) -> Cause | None:
-        """Wait until the newest version is prepared; return why it is not."""
-        return await self._awaited(self._vote, deadline)
+        """Wait until the version that was submitted last is prepared; return why it is not."""
+        return await self._awaited(self._states[1], deadline)
 
     async def _awaited(self, future: asyncio.Future[Cause | None] | None, deadline: float | None) -> Cause | None:
         if future is None:
@@ -144,19 +143,16 @@ class Engine:
         """Treat the engine as dead; what waits for it is told so. Its next version begins with a new transfer."""
         self.present, self.cause, self._begun = False, cause, False
         self._end_transfer()
-        self._settle(Cause("died", cause))
-        self.decide(None)
+        _settle([self._outcome, *self._states[:2]], Cause("died", cause))
+        _settle(self._states[2:], False)
         self.client.give_up()
 
     async def close(self) -> None:
         """End what is being sent; wait until it has ended, for some seconds."""
         self.disconnect("the sender was shut down")
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_RESUME_TIMEOUT):
-                async with self._turn:
-                    pass
-                if self._ending is not None:
-                    await self._ending
+        await self.abort()
+        if self._ending is not None:
+            await asyncio.wait([self._ending], timeout=_RESUME_TIMEOUT)
         self.client.close()
 
     def _end_transfer(self) -> None:
@@ -197,40 +193,40 @@ class Engine:
         _, source, transfer = self._transfer
         if update is None:
             return
+        has_steps = hasattr(transfer, "prepare")
+        if update.undecided and not has_steps:
+            raise EngineError(f"{self.client.url}: its transfer cannot prepare a version: send() each model")
         self.client.version, self.client.times = update.version, (0.0, 0.0)
         source.update = update
         try:
-            if hasattr(transfer, "prepare"):
-                await self._send_in_steps(transfer, *states)
-            elif update.undecided:
-                raise EngineError(f"{self.client.url}: its transfer cannot prepare a version: send() each model")
-            else:
-                async with self._paused():
-                    await self._blocking(transfer.send_weights)
+            if hasattr(transfer, "stage"):
+                await self._blocking(transfer.stage)
+            async with self._paused():
+                if not has_steps or await self._prepare(transfer, *states):
+                    await self._blocking(transfer.commit if has_steps else transfer.send_weights)
+                    self._begun = False
         finally:
             source.update = None
 
-    async def _send_in_steps(self, transfer: Any, vote: asyncio.Future[Any], decision: asyncio.Future[bool]) -> None:
-        if hasattr(transfer, "stage"):
-            await self._blocking(transfer.stage)
-        async with self._paused():
-            try:
-                await self._blocking(transfer.prepare)
-            except EngineError as error:
-                if error.kind == "failed":
-                    with suppress(EngineError):  # the other error is the one to report
-                        await self._abort(transfer)
-                raise
-            if not vote.done():
-                vote.set_result(None)
+    async def _prepare(self, transfer: Any, vote: asyncio.Future[Any], decision: asyncio.Future[bool]) -> bool:
+        """Prepare a version, and return whether it is to be committed, when that is decided; else it is aborted."""
+        error = None
+        try:
+            await self._blocking(transfer.prepare)
+            _settle([vote], None)
             if await decision:
-                await self._blocking(transfer.commit)
-            else:
-                await self._abort(transfer)
-
-    async def _abort(self, transfer: Any) -> None:
-        await self._blocking(transfer.abort)
-        self.client.phase = "prepare"  # nothing has begun
+                return True
+        except EngineError as raised:
+            if raised.kind != "failed":
+                raise
+            error = raised
+        try:
+            await self._blocking(transfer.abort)
+            self.client.phase = "prepare"  # nothing has begun
+        finally:
+            if error is not None:
+                raise error
+        return False
 
     async def _request(self, phase: str, route: str, deadline: float | None) -> None:
         await run_blocking("engine", partial(self.client.request, phase, route, deadline=deadline))
@@ -261,8 +257,8 @@ class Engine:
         try:
             await self._blocking(self.client.post, "pause", self._pause_route)
             yield
-            self._begun = False
-            await self._blocking(self.client.post, "resume", RESUME)
+            if not self._begun:
+                await self._blocking(self.client.post, "resume", RESUME)
         except BaseException:
             phase = self.client.phase
             self._begun |= phase in _BEGUN
@@ -271,6 +267,12 @@ class Engine:
                     await self._request("resume", RESUME, deadline_in(_RESUME_TIMEOUT))
             self.client.phase = phase
             raise
+
+
+def _settle(states: Sequence[asyncio.Future[Any] | None], value: Any) -> None:
+    for one in states:
+        if one is not None and not one.done():
+            one.set_result(value)
 
 
 class Engines(Outlet):
@@ -354,11 +356,10 @@ class Engines(Outlet):
 
     def commit(self, update: Update, workers: Sequence[int]) -> None:
         for worker in workers:
-            self._loop.post(self._engines[worker].decide, update)
+            self._loop.post(self._engines[worker].commit, update)
 
     def abort(self, version: int) -> None:
-        for engine in self._engines:
-            self._loop.post(engine.decide, None)
+        self._loop.call(self._each(range(len(self._engines)), lambda engine: engine.abort()))
 
     def wait(self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None) -> Mapping[int, Cause]:
         """Wait until engines have loaded their newest version; or have prepared it (``received``), and all live."""
