@@ -7,7 +7,6 @@ import base64
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -85,43 +84,13 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_every_version_arrives() -> None:
-    first, second = Loaded(), Loaded()
-    with ExitStack() as ends:
-        urls = [ends.enter_context(serve(engine.app)) for engine in (first, second)]
-        trainer = ends.enter_context(Trainer(urls, weights(1)))
-        assert same(first.weights, weights(1)) and first.app.version == "1"
-        assert not trainer.send(weights(2))
-        assert same(second.weights, weights(2)) and same(first.weights, weights(2))
-        assert trainer.engines.costs([0, 1], 2)[2] == trainer.layout.nbytes
-        trainer.publish(weights(3), [1])
-        assert not trainer.engines.wait([1], 3, "installed", None)
-        assert first.app.version == "2" and second.app.version == "3"
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("wsync-eng")]
-
-
 def test_the_later_one_of_two_trainers_wins() -> None:
     loaded = Loaded()
     with serve(loaded.app) as url, Trainer([url], weights(1)) as trainer:
         with Trainer([url], weights(6)):
             assert same(loaded.weights, weights(6))
         assert "another trainer" in trainer.send(weights(7))[0].text
-
-
-def test_an_engine_that_has_died_and_was_started_again() -> None:
-    loaded = Loaded()
-    with serve(loaded.app) as url:
-        trainer = Trainer([url], weights(1)).__enter__()
-    cause = trainer.send(weights(2))[0]
-    assert cause.kind == "died" and "phase start" in cause.text and "refused" in cause.text.lower()
-    assert not trainer.engines.workers and url in trainer.engines.causes()[0]
-    with pytest.raises(SyncTimeout, match="refused"):
-        trainer.engines.readmit(0, None, deadline_in(0.2))
-    again = Loaded()
-    with serve(again.app, int(url.rsplit(":", 1)[1])):
-        trainer.engines.readmit(0, None, deadline_in(10))
-        assert same(again.weights, weights(2)) and not trainer.send(weights(3))
-        trainer.__exit__()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("wsync-eng")]
 
 
 def test_a_disconnect_ends_every_wait() -> None:
@@ -156,6 +125,7 @@ def answering(answer: Callable[[str], Any]) -> Callable[..., Awaitable[None]]:
         status, content = answer(scope["path"])
         if content is None:
             await asyncio.Event().wait()
+            return
         headers = [(b"content-length", str(len(content)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,13 +97,14 @@ class VersionFolders:
             room -= size
         files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
         for file, shard in zip(files if len(shards) > 1 else ["model.safetensors"], shards, strict=True):
-            _write(folder / file, [header_of(layout, shard, _FORMAT), *tensors_of(update.buffer, shard)])
+            with (folder / file).open("xb") as opened:
+                opened.writelines([header_of(layout, shard, _FORMAT), *tensors_of(update.buffer, shard)])
         if len(shards) > 1:
             where = {layout.names[index]: file for file, shard in zip(files, shards, strict=True) for index in shard}
             size = sum(nbytes for _, nbytes in layout.byte_ranges)
             content = {"metadata": {"total_size": size}, "weight_map": where}
-            _write(folder / "model.safetensors.index.json", [msgspec.json.encode(content)])
-        _write(folder / "probe" / "model.safetensors", [header_of(layout, [], _FORMAT)])
+            (folder / "model.safetensors.index.json").write_bytes(msgspec.json.encode(content))
+        (folder / "probe" / "model.safetensors").write_bytes(header_of(layout, [], _FORMAT))
         for path in () if self._model_folder is None else self._model_folder.iterdir():
             if path.is_file() and not path.name.endswith(_WEIGHTS):
                 shutil.copyfile(path, folder / path.name)
@@ -113,10 +114,9 @@ class VersionFolders:
         with self._lock:
             self._told[engine] = version
             kept = {f"v{one:08d}-{self._writer}" for one in (*self._told.values(), self._newest)}
-            for path in self._root.iterdir() if version else ():
+            writer = self._writer if 0 in self._told.values() else "????????"
+            for path in self._root.glob(f"v*-{writer}*"):
                 if _OF_VERSION.fullmatch(path.name) and path.name not in kept:
-                    if 0 in self._told.values() and self._writer not in path.name:
-                        continue
                     try:
                         shutil.rmtree(path)
                     except OSError as error:  # the engines have the version all the same; the next one tries again
@@ -134,11 +134,6 @@ def _order(layout: Layout) -> Sequence[int]:
     Tied ones are written, too: on a CPU, vLLM's head has a packed copy, which is made anew only if it is loaded itself.
     """
     return sorted(range(len(layout.names)), key=lambda index: -layout.dtypes[index].itemsize)
-
-
-def _write(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    with path.open("xb") as file:
-        file.writelines(pieces)
 
 
 class DiskTransfer:
@@ -181,9 +176,7 @@ class DiskTransfer:
     def _reload(self, phase: str, folder: Path, **options: Any) -> None:
         """Have all ranks load a folder. After a refusal vLLM takes a rank's answer for that to its next call."""
         if self._refusal:
-            raise EngineError(
-                f"{self._client.url}: start it again, then readmit() it: its ranks refused: {self._refusal}"
-            )
+            raise EngineError(f"its ranks have refused: start it again, then readmit() it. Before: {self._refusal}")
         call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder), **options}}
         try:
             self._client.post(phase, "/collective_rpc", call)

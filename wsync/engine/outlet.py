@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -63,16 +63,15 @@ class Engine:
         while True:
             try:
                 await self._request("connect", WORLD_SIZE, earlier(deadline, deadline_in(_PROBE)))
-                answered = True
+                said = ""
             except EngineError as error:
-                if 0 < error.status < 500:
-                    self.cause = str(error)
-                    return Cause("failed", self.cause)
-                answered = False
                 said = said if said and error.kind == "late" else str(error)
-            if self.cause:
+                if 0 < error.status < 500:
+                    self.cause = said
+                    return Cause("failed", said)
+            if self.cause:  # `disconnect` was called meanwhile
                 return Cause("died", self.cause)
-            if answered:
+            if not said:
                 return None
             if remaining(deadline) == 0.0:
                 self.cause = said
@@ -113,15 +112,9 @@ class Engine:
                 self.disconnect(cause.text)
             _settle([outcome, vote], cause)
 
-    async def outcome(self, deadline: float | None) -> Cause | None:
-        """Wait for the outcome of the newest version."""
-        return await self._awaited(self._outcome, deadline)
-
-    async def prepared(self, deadline: float | None) -> Cause | None:
-        """Wait until the version that was submitted last is prepared; return why it is not."""
-        return await self._awaited(self._states[1], deadline)
-
-    async def _awaited(self, future: asyncio.Future[Cause | None] | None, deadline: float | None) -> Cause | None:
+    async def answer(self, stage: Stage, deadline: float | None) -> Cause | None:
+        """Wait until the version that was submitted last is prepared (``received``), or the newest one is loaded."""
+        future = self._states[1] if stage == "received" else self._outcome
         if future is None:
             return None
         await asyncio.wait([future], timeout=remaining(deadline))
@@ -209,23 +202,22 @@ class Engine:
             source.update = None
 
     async def _prepare(self, transfer: Any, vote: asyncio.Future[Any], decision: asyncio.Future[bool]) -> bool:
-        """Prepare a version, and return whether it is to be committed, when that is decided; else it is aborted."""
-        error = None
+        """Prepare a version; return whether it is to be committed, when that is decided. If not, it is aborted."""
+        refusal = None
         try:
             await self._blocking(transfer.prepare)
             _settle([vote], None)
             if await decision:
                 return True
-        except EngineError as raised:
-            if raised.kind != "failed":
+        except EngineError as error:
+            if error.kind != "failed":
                 raise
-            error = raised
-        try:
+            refusal = error
+        with suppress(EngineError) if refusal else nullcontext():  # a refusal is what is reported
             await self._blocking(transfer.abort)
             self.client.phase = "prepare"  # nothing has begun
-        finally:
-            if error is not None:
-                raise error
+        if refusal is not None:
+            raise refusal
         return False
 
     async def _request(self, phase: str, route: str, deadline: float | None) -> None:
@@ -325,9 +317,8 @@ class Engines(Outlet):
             engine.present = True
             if engine.latest is not None:
                 engine.submit(engine.latest, deadline)
-        raise_causes(
-            await self._each(workers, lambda engine: engine.outcome(deadline)), "the newest version is missing"
-        )
+        causes = await self._each(workers, lambda engine: engine.answer("installed", deadline))
+        raise_causes(causes, "the newest version is missing")
 
     def disconnect(self, worker: int, cause: str) -> None:
         self._loop.post(self._engines[worker].disconnect, cause)
@@ -363,10 +354,10 @@ class Engines(Outlet):
 
     def wait(self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None) -> Mapping[int, Cause]:
         """Wait until engines have loaded their newest version; or have prepared it (``received``), and all live."""
-        if stage != "received":
-            return self._loop.call(self._each(workers, lambda engine: engine.outcome(deadline)))
-        causes = self._loop.call(self._each(workers, lambda engine: engine.prepared(deadline)))
-        return causes or self._loop.call(self._each(workers, lambda engine: engine.lives()))
+        causes = self._loop.call(self._each(workers, lambda engine: engine.answer(stage, deadline)))
+        if causes or stage != "received":
+            return causes
+        return self._loop.call(self._each(workers, lambda engine: engine.lives()))
 
     async def _each(self, workers: Sequence[int], ask: Callable[[Engine], Any]) -> Mapping[int, Cause]:
         """Ask engines side by side; return the causes that some have answered."""
