@@ -21,12 +21,17 @@ from stock_vllm import VOCABULARY, Server, log_probabilities, make, trainer
 
 import wsync
 from wsync.engine.client import EngineClient, EngineError
+from wsync.engine.disk import VersionFolders
 from wsync.engine.protocol import FINISH, START
 
 pytest.importorskip("vllm", reason="there is no vLLM here: `make engines` makes an environment that has it")
 
 PROMPT = [5, 9, 11, 40, 77, 200, 31]
 pytestmark = pytest.mark.timeout(600)
+
+
+def by(transfer: str, folder: Path) -> dict[str, Any]:
+    return {"transfer": transfer, "folder": folder if transfer == "disk" else None}
 
 
 @pytest.mark.parametrize("pause", [None, "wait", "abort"])
@@ -45,8 +50,7 @@ def test_each_token_of_a_busy_engine_is_of_one_version(
             answers.append((began, prompt, *server.complete(prompt, 60, temperature=1.0, seed=chance.randrange(9999))))
 
     clients = [threading.Thread(target=generate, args=(seed,)) for seed in range(3)]
-    folder = tmp_path if transfer == "disk" else None
-    with trainer(server, versions[1], pause=pause, transfer=transfer, folder=folder) as scheme:
+    with trainer(server, versions[1], pause=pause, **by(transfer, tmp_path)) as scheme:
         server.complete(PROMPT, 2, temperature=1.0)  # vLLM compiles something then
         for client in clients:
             client.start()
@@ -69,16 +73,13 @@ def test_each_token_of_a_busy_engine_is_of_one_version(
     assert server.serves(versions[21], PROMPT) and server.post("/weight_info")["weight_version"] == "21"
     assert [path.name[:9] for path in tmp_path.iterdir()] == ["v00000021"] * (transfer == "disk")
     spanning = count = 0
-    for began, prompt, tokens, found in answers:
-        fits = {
-            v: (log_probabilities(model, prompt, tokens) - torch.tensor(found)).abs() < 2e-3
-            for v, model in versions.items()
-        }
-        at = began  # the version that was complete when the request was made
-        for number in range(len(tokens)):
-            at = next((v for v in range(at, 22) if fits[v][number]), 0)
-            assert at, f"token {number} of a request that began with version {began} fits no later version"
-        count, spanning = count + len(tokens), spanning + (not any(fit.all() for fit in fits.values()))
+    for began, prompt, tokens, found, names in answers:  # began: the version that was complete when it was asked
+        assert len(tokens) == len(names) and sorted(map(int, names)) == [*map(int, names)]
+        for name in {*names}:
+            of = torch.tensor([name == one for one in names])
+            off = (log_probabilities(versions[int(name)], prompt, tokens) - torch.tensor(found)).abs()[of].max()
+            assert int(name) >= began and off < 2e-3, f"tokens of version {name} are off by {off}"
+        count, spanning = count + len(tokens), spanning + (len({*names}) > 1)
     middle = sorted(seconds)[10]
     took = f"{middle:.3f} s ({max(seconds):.3f})"
     print(f"{transfer}, pause={pause}: {count} tokens, {spanning} answers of several versions, {took}")
@@ -92,7 +93,7 @@ def test_a_stale_prefix_is_not_used(server: Server) -> None:
     with trainer(server, old, clear_cache=False) as scheme:
         server.complete(prompt, 1)
         scheme.send(new)
-        tokens, found = server.complete(prompt, 4, temperature=0)
+        tokens, found, _ = server.complete(prompt, 4, temperature=0)
         assert (log_probabilities(new, prompt, tokens) - torch.tensor(found)).abs().max() > 0.05
     with trainer(server, new) as scheme:
         server.complete(prompt, 1)
@@ -123,31 +124,42 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve(server: Serv
         assert server.serves(old, PROMPT)
 
 
-def test_a_folder_that_the_engine_does_not_see_leaves_the_old_version(server: Server, tmp_path: Path) -> None:
-    with trainer(server, make(55), transfer="disk", folder=tmp_path) as scheme, pytest.MonkeyPatch.context() as patch:
-        usual = EngineClient.post
+@pytest.fixture
+def one_rank(server: Server) -> Server:
+    if server.post("/get_world_size")["world_size"] > 1:
+        pytest.skip("after a refusal by several ranks, vLLM has lost count of their answers")
+    return server
 
-        def post(client: EngineClient, phase: str, *args: Any) -> Any:
-            if phase == "pause":
-                tmp_path.rename(tmp_path.with_name("elsewhere"))
-            return usual(client, phase, *args)
 
-        patch.setattr(EngineClient, "post", post)
+def test_a_folder_that_the_engine_does_not_see_leaves_the_old_version(one_rank: Server, tmp_path: Path) -> None:
+    def hide(client: EngineClient, phase: str, *args: Any) -> Any:
+        if phase == "pause":
+            tmp_path.rename(tmp_path.with_name("elsewhere"))
+        return usual(client, phase, *args)
+
+    usual = EngineClient.post
+    with trainer(one_rank, make(55), transfer="disk", folder=tmp_path) as scheme, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EngineClient, "post", hide)
         with pytest.raises(wsync.WorkerFailed, match=r"phase prepare(?s:.*)does the engine see"):
             scheme.send(make(56))
-        assert not server.paused() and server.serves(make(55), PROMPT)
+        assert not one_rank.paused() and one_rank.serves(make(55), PROMPT)
 
 
-def test_a_damaged_file_and_a_load_that_fails_half_way_are_repaired_by_the_next_version(
-    server: Server, tmp_path: Path
-) -> None:
-    with trainer(server, make(57), transfer="disk", folder=tmp_path) as scheme:
-        server.post("/collective_rpc", {"method": "fail_half_way"})
-        with pytest.raises(wsync.WorkerFailed, match=r"phase update (?s:.*)planted(?s:.*)stays paused"):
-            scheme.send(make(58))
-        assert server.paused()
+def test_a_damaged_file_leaves_the_engine_paused_until_a_version_is_whole(one_rank: Server, tmp_path: Path) -> None:
+    def cut(folders: VersionFolders, engine: object, version: int) -> None:
+        usual(folders, engine, version)
+        (file,) = tmp_path.glob(f"v{version:08d}-*/model.safetensors")
+        os.truncate(file, file.stat().st_size - 1)
+
+    usual = VersionFolders.tell
+    with trainer(one_rank, make(57), transfer="disk", folder=tmp_path) as scheme:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(VersionFolders, "tell", cut)
+            with pytest.raises(wsync.WorkerFailed, match=r"phase update (?s:.*)stays paused"):
+                scheme.send(make(58))
+        assert one_rank.paused()
         scheme.send(make(59))
-        assert not server.paused() and server.serves(make(59), PROMPT)
+        assert not one_rank.paused() and one_rank.serves(make(59), PROMPT)
 
 
 def test_a_version_that_does_not_arrive_leaves_the_old_one(server: Server) -> None:
@@ -164,8 +176,13 @@ def test_a_version_that_does_not_arrive_leaves_the_old_one(server: Server) -> No
     assert server.serves(old, PROMPT)
 
 
-def test_a_load_that_fails_half_way_leaves_the_engine_paused_until_a_version_is_whole(server: Server) -> None:
-    with trainer(server, make(61)) as scheme:
+@pytest.mark.parametrize("transfer", ["wsync", "disk"])
+def test_a_load_that_fails_half_way_leaves_the_engine_paused_until_a_version_is_whole(
+    server: Server, transfer: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if transfer == "disk":
+        request.getfixturevalue("one_rank")
+    with trainer(server, make(61), **by(transfer, tmp_path)) as scheme:
         server.post("/collective_rpc", {"method": "fail_half_way"})
         with pytest.raises(
             wsync.WorkerFailed, match=r"phase update (?s:.*)planted(?s:.*)stays paused until it has a whole"

@@ -34,14 +34,14 @@ from wsync.testing.models import Small, fill
 class StockEngine:
     """What a vLLM server does with a folder of weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1) -> None:
         self.weights: dict[str, torch.Tensor] = {}
-        self.version, self.paused = "default", False
+        self.version, self.paused, self.refuses = "default", False, False
         self.turn = asyncio.Lock()  # requests come to the core one by one
         self.go_on = threading.Event()  # cleared: the next reload waits
         self.go_on.set()
         routes = [
-            Route("/get_world_size", lambda _: JSONResponse({"world_size": 1})),
+            Route("/get_world_size", lambda _: JSONResponse({"world_size": ranks})),
             Route("/health", lambda _: JSONResponse({})),
             Route("/pause", partial(self._pause, True), methods=["POST"]),
             Route("/resume", partial(self._pause, False), methods=["POST"]),
@@ -63,6 +63,8 @@ class StockEngine:
             if folder.name != "probe":
                 await asyncio.to_thread(self.go_on.wait, 30)
             try:
+                if self.refuses:
+                    raise RuntimeError("planted")
                 files = sorted(folder.glob("*.safetensors"))
                 if not files:
                     raise RuntimeError(f"Cannot find any model weights with `{folder}`")
@@ -190,4 +192,18 @@ def test_what_the_engine_cannot_read_is_named(tmp_path: Path, lost: str, said: s
             wsync.synchronize({scheme: fill(Small(), 2), critic: None})
         assert stock.paused == ("update" in said)  # nor is it resumed by an update that is aborted
         scheme.send(fill(Small(), 3))
+        assert stock.value() == 3
+
+
+def test_an_engine_with_several_ranks_that_has_refused_has_to_be_started_again(tmp_path: Path) -> None:
+    """Else vLLM takes a rank's answer for that to its next call."""
+    stock = StockEngine(ranks=2)
+    with serve(stock.app) as url, trainer([url], tmp_path, fill(Small(), 1)) as scheme:
+        stock.refuses = True
+        with pytest.raises(wsync.WorkerFailed, match=r"phase prepare(?s:.*)planted"):
+            scheme.send(fill(Small(), 2))
+        stock.refuses = False
+        with pytest.raises(wsync.WorkerFailed, match=r"its ranks have refused: start it again"):
+            scheme.send(fill(Small(), 3))
+        scheme.readmit(0)
         assert stock.value() == 3

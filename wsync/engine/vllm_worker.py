@@ -127,7 +127,7 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._loaded:
             finalize_layerwise_reload(self.model, self.model_config)
             self._unusable = False
-        else:  # the update of a trainer that has died
+        else:  # it is aborted, or its trainer has died
             self._restore()
 
     def shutdown(self) -> None:
