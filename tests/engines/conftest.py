@@ -43,7 +43,7 @@ def serving(folder: Path, options: str) -> Iterator[Server]:
         port = free.getsockname()[1]
     command = f"""{sys.executable} -m vllm.entrypoints.openai.api_server --model {folder} --served-model-name tiny
         --host 127.0.0.1 --port {port} --dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 8
-        --worker-extension-cls faults.Faults {options}""".split()
+        --enable-scale-out --worker-extension-cls faults.Faults {options}""".split()
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
     environment = {**os.environ, **variables, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
