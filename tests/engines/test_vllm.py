@@ -71,7 +71,7 @@ def test_each_token_of_a_busy_engine_is_of_one_version(
             for client in clients:
                 client.join()
     assert server.serves(versions[21], PROMPT) and server.post("/weight_info")["weight_version"] == "21"
-    assert [path.name[:9] for path in tmp_path.iterdir()] == ["v00000021"] * (transfer == "disk")
+    assert [path.name[:9] for path in tmp_path.glob("policy/*")] == ["v00000021"] * (transfer == "disk")
     spanning = count = 0
     for began, prompt, tokens, found, names in answers:  # began: the version that was complete when it was asked
         assert len(tokens) == len(names) and sorted(map(int, names)) == [*map(int, names)]
@@ -148,7 +148,7 @@ def test_a_folder_that_the_engine_does_not_see_leaves_the_old_version(one_rank: 
 def test_a_damaged_file_leaves_the_engine_paused_until_a_version_is_whole(one_rank: Server, tmp_path: Path) -> None:
     def cut(folders: VersionFolders, engine: object, version: int) -> None:
         usual(folders, engine, version)
-        (file,) = tmp_path.glob(f"v{version:08d}-*/model.safetensors")
+        (file,) = tmp_path.glob(f"policy/v{version:08d}-*/model.safetensors")
         os.truncate(file, file.stat().st_size - 1)
 
     usual = VersionFolders.tell

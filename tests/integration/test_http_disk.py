@@ -84,9 +84,9 @@ class StockEngine:
 
 @contextmanager
 def trainer(urls: list[str], folder: Path, model: Any, **options: Any) -> Iterator[wsync.HTTPWeightSyncScheme]:
-    options = {"timeout": 30.0, "transfer": "disk", "folder": folder, **options}
+    options = {"timeout": 30.0, "transfer": "disk", "folder": folder.parent, **options}
     with wsync.HTTPWeightSyncScheme(urls, **options) as scheme:
-        scheme.init_on_sender("policy", model=model)
+        scheme.init_on_sender(folder.name, model=model)
         scheme.connect()
         yield scheme
 

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, NoReturn
+from urllib.parse import quote
 
 from wsync.engine.client import BodyTransfer, EngineClient, MakeTransfer, checked_url
 from wsync.engine.disk import DiskTransfer, VersionFolders
@@ -45,7 +46,8 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
             states of older weights.
         host: with ``"wsync"``: the address of this machine to which engines connect; None: the one from which each
             engine is called.
-        folder: with ``"disk"``: a folder of this trainer alone, which all engines see under the same path.
+        folder: with ``"disk"``: a folder of this trainer alone, which all engines see under the same path. Each model
+            has a folder of its own in it.
         model_folder: with ``"disk"``: of a model of the same form. Its other files (config, tokenizer) are copied
             beside each version, and names and shapes have to be those of its weights.
         sync, timeout, send_transform: as in ``WeightSyncScheme``; ``connect`` waits for engines that are starting.
@@ -94,7 +96,8 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         clients = [EngineClient(url, self.token) for url in self.urls]
         transfer = self.transfer or BodyTransfer
         if self.folder is not None:
-            transfer = partial(DiskTransfer, folders=VersionFolders(self.folder, self.model_folder))
+            folder = os.path.join(self.folder, quote(model_id, safe=""))
+            transfer = partial(DiskTransfer, folders=VersionFolders(folder, self.model_folder))
         elif isinstance(transfer, str):
             from wsync.engine.vllm import DataTransfer  # it uses another scheme
 

@@ -38,7 +38,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")  # wh
 class VersionFolders:
     """The versions of one trainer as folders, each written once for all engines.
 
-    ``root``: a folder of this trainer alone, which all engines see under the same path. ``model_folder``: of a model
+    ``root``: a folder of this model alone, which all engines see under the same path. ``model_folder``: of a model
     with the same weights; its other files are copied beside each version. ``shard_bytes``: of tensors in one file.
     """
 
@@ -61,12 +61,12 @@ class VersionFolders:
         for path in self._model_folder.glob("*.safetensors"):
             with path.open("rb") as file:
                 expected |= msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")))
-        wanted = {name: tuple(one["shape"]) for name, one in expected.items() if name != "__metadata__"}
-        shapes = dict(zip(layout.names, map(tuple, layout.shapes), strict=True))
+        expected.pop("__metadata__", None)
         tied = {layout.names[follower] for follower, _ in layout.ties}
-        wrong = [name for name, shape in wanted.items() if shapes.get(name) != shape]
-        wrong += [name for name in shapes if wanted and name not in wanted and name not in tied]
-        if wrong:
+        shapes = {name: [*shape] for name, shape in zip(layout.names, layout.shapes, strict=True)}
+        shapes = {name: shape for name, shape in shapes.items() if name in expected or name not in tied}
+        wrong = [name for name in {**expected, **shapes} if shapes.get(name) != expected.get(name, {}).get("shape")]
+        if expected and wrong:
             raise LayoutMismatch(f"these weights differ from those in {self._model_folder}: {describe(sorted(wrong))}")
 
     def write(self, update: Update) -> Path:
