@@ -160,7 +160,7 @@ class Engine:
     ) -> Cause | None:
         """Send a version (None: only init, for a new layout); return why that has failed.
 
-        ``states``: as ``_vote`` and ``_decision``.
+        ``states``: why it is not prepared, to be set; and whether it is to be used.
         """
         client = self.client
         client.deadline = deadline
