@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -38,8 +39,8 @@ class StockEngine:
         self.weights: dict[str, torch.Tensor] = {}
         self.version, self.paused, self.refuses = "default", False, False
         self.turn = asyncio.Lock()  # requests come to the core one by one
-        self.go_on = threading.Event()  # cleared: the next reload waits
-        self.go_on.set()
+        self.named, self.stops_at = SimpleQueue[str](), ""  # cleared `go_on`: what it stops at waits
+        self.go_on = threading.Event()
         routes = [
             Route("/get_world_size", lambda _: JSONResponse({"world_size": ranks})),
             Route("/health", lambda _: JSONResponse({})),
@@ -52,8 +53,13 @@ class StockEngine:
 
     async def _pause(self, paused: bool, _: Request) -> JSONResponse:
         async with self.turn:
+            await self._reach("pause")
             self.paused = paused
         return JSONResponse({})
+
+    async def _reach(self, point: str) -> None:
+        if self.stops_at == point:
+            await asyncio.to_thread(self.go_on.wait, 30)
 
     async def _reload(self, request: Request) -> JSONResponse:
         call = await request.json()
@@ -61,7 +67,7 @@ class StockEngine:
         async with self.turn:
             assert call["method"] == "reload_weights" and self.paused
             if folder.name != "probe":
-                await asyncio.to_thread(self.go_on.wait, 30)
+                await self._reach("reload")
             try:
                 if self.refuses:
                     raise RuntimeError("planted")
@@ -75,6 +81,7 @@ class StockEngine:
 
     async def _name(self, request: Request) -> JSONResponse:
         self.version = (await request.json())["new_version"]
+        self.named.put(self.version)
         return JSONResponse({"success": True})
 
     def value(self) -> float:
@@ -113,16 +120,25 @@ def test_every_version_arrives_and_old_folders_are_deleted(tmp_path: Path) -> No
                 assert versions(folder) == [f"v{number:08d}"]
             (kept,) = folder.iterdir()
             assert sorted(path.name for path in kept.iterdir()) == ["config.json", "model.safetensors", "probe"]
-            second.go_on.clear()
-            scheme.timeout = 1.0
+            second.stops_at, scheme.timeout = "reload", 1.0
             for number in (5, 6):  # it is told of version 5, and does not answer; the other goes on
                 with pytest.raises(wsync.SyncTimeout, match=rf"worker 1: {other}: phase"):
                     scheme.send(fill(Small(), number))
             assert first.value() == 6 and versions(folder) == ["v00000005", "v00000006"]
             second.go_on.set()
-            scheme.timeout = 30.0
+            second.stops_at, scheme.timeout = "", 30.0
             scheme.send(fill(Small(), 7))
             assert second.value() == 7 and versions(folder) == ["v00000007"]
+            second.go_on.clear()
+            second.stops_at = "pause"
+            for number in (8, 9):  # it is still to be told of version 8 when the other has the next one
+                scheme.send_async(fill(Small(), number))
+                while first.named.get(timeout=30) != str(number):
+                    pass
+            assert versions(folder) == ["v00000007", "v00000008", "v00000009"]
+            second.go_on.set()
+            scheme.wait_async()
+            assert second.value() == 9 and versions(folder) == ["v00000009"]
         said = r"phase init(?s:.*)LayoutMismatch: these weights differ.*weight"
         with pytest.raises(wsync.WorkerFailed, match=said), trainer([one], folder, Small(5), model_folder=base):
             pass

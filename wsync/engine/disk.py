@@ -49,7 +49,8 @@ class VersionFolders:
         self._model_folder = None if model_folder is None else Path(model_folder).expanduser()
         self._shard_bytes = shard_bytes
         self._writer, self._newest = secrets.token_hex(4), 0
-        self._told: dict[object, int] = {}  # the version that each engine may read; 0: those of an earlier trainer
+        # By engine: the version that it was told last (0: of an earlier trainer), and the one that comes next.
+        self._read: dict[object, tuple[int, int]] = {}
         self._lock = threading.Lock()  # guards these, and the folders
 
     def check(self, layout: Layout) -> None:
@@ -69,9 +70,10 @@ class VersionFolders:
         if expected and wrong:
             raise LayoutMismatch(f"these weights differ from those in {self._model_folder}: {describe(sorted(wrong))}")
 
-    def write(self, update: Update) -> Path:
-        """Write a version, if that was not done; return its folder. WeightSyncError: that failed."""
+    def write(self, engine: object, update: Update) -> Path:
+        """Write a version for an engine, if that was not done; return its folder. WeightSyncError: that failed."""
         with self._lock:
+            self._read[engine] = self._read[engine][0], update.version
             folder = self._root / f"v{update.version:08d}-{self._writer}"
             if not folder.exists():
                 unfinished = folder.with_name(f"{folder.name}.unfinished")
@@ -112,9 +114,11 @@ class VersionFolders:
     def tell(self, engine: object, version: int) -> None:
         """Note that an engine reads a version from now on, and none before; delete what no engine reads."""
         with self._lock:
-            self._told[engine] = version
-            kept = {f"v{one:08d}-{self._writer}" for one in (*self._told.values(), self._newest)}
-            writer = self._writer if 0 in self._told.values() else "????????"
+            if version and engine not in self._read:
+                return  # it was disconnected meanwhile
+            self._read[engine] = version, version
+            kept = {f"v{one:08d}-{self._writer}" for read in self._read.values() for one in (*read, self._newest)}
+            writer = self._writer if any(told == 0 for told, _ in self._read.values()) else "????????"
             for path in self._root.glob(f"v*-{writer}*"):
                 if _OF_VERSION.fullmatch(path.name) and path.name not in kept:
                     try:
@@ -125,7 +129,7 @@ class VersionFolders:
     def forget(self, engine: object) -> None:
         """An engine reads no more."""
         with self._lock:
-            self._told.pop(engine, None)
+            self._read.pop(engine, None)
 
 
 def _order(layout: Layout) -> Sequence[int]:
@@ -153,7 +157,7 @@ class DiskTransfer:
     def stage(self) -> None:
         assert self._source.update is not None
         self._client.phase = "write"
-        self._folder = self._folders.write(self._source.update)
+        self._folder = self._folders.write(self, self._source.update)
 
     def prepare(self) -> None:
         """Find out whether the engine sees the folder, by a load of nothing that touches no layer."""
