@@ -105,7 +105,7 @@ def log_probabilities(model: Any, prompt: Sequence[int], tokens: Sequence[int]) 
 @contextmanager
 def trainer(server: Server, model: Any, **options: Any) -> Iterator[wsync.HTTPWeightSyncScheme]:
     """A trainer that has sent the weights of ``model``: a module, or a state dict."""
-    with wsync.HTTPWeightSyncScheme(server.url, **{"transfer": "wsync", "timeout": 120.0, **options}) as scheme:
+    with wsync.HTTPWeightSyncScheme(server.url, **{"transfer": "wsync", "timeout": 300.0, **options}) as scheme:
         given = {"weights": model} if isinstance(model, dict) else {"model": model}
         scheme.init_on_sender("policy", **given)
         scheme.connect()

@@ -233,7 +233,7 @@ def test_an_engine_that_stops_during_an_update_is_named_and_the_next_version_rep
             os.kill(core, signal.SIGCONT)
         patch.undo()
         assert server.paused()
-        scheme.timeout = 120.0
+        scheme.timeout = 300.0
         scheme.send(make(93))
         assert not server.paused() and server.serves(make(93), PROMPT)
 
@@ -249,7 +249,7 @@ def fleet(urls: list[str]) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
     with serve(wsync.engine_app(load=load, token=None)) as own, wsync.HTTPWeightSyncScheme(own) as other:
         other.init_on_sender("other", model=make(81))
         other.connect()
-        with wsync.HTTPWeightSyncScheme(urls, transfer="wsync", timeout=120.0) as scheme:
+        with wsync.HTTPWeightSyncScheme(urls, transfer="wsync", timeout=300.0) as scheme:
             scheme.init_on_sender("policy", model=make(81))
             scheme.connect()
             yield scheme, other, loaded
