@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def server(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of a Qwen2 with biases and tied embeddings, with random weights; the last test kills its core."""
-    with serving(tmp_path_factory.mktemp("model"), pytestconfig.getoption("--vllm")) as server:
+    with serving(tmp_path_factory.mktemp("model"), str(pytestconfig.getoption("--vllm"))) as server:
         yield server
 
 
@@ -32,7 +32,7 @@ def server(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 def another(pytestconfig: pytest.Config, tmp_path: Path) -> Iterator[Server]:
     """Another one, for one test."""
     (tmp_path / "model").mkdir()
-    with serving(tmp_path / "model", pytestconfig.getoption("--vllm")) as server:
+    with serving(tmp_path / "model", str(pytestconfig.getoption("--vllm"))) as server:
         yield server
 
 
