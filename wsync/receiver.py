@@ -455,6 +455,14 @@ class Receiver:
             raise SyncTimeout(f"worker {self.worker_idx}: there is no version yet")
         return process_gate().call_without_forward(self._mark_returned)
 
+    def fetch(self, deadline: float | None) -> int:
+        """Have the newest version arrive, and install nothing; return its number. WeightSyncError: it is damaged."""
+        self.connection.fetch(deadline)
+        updates = process_gate().call_without_forward(self.inbox.poll)
+        if updates and updates[-1].damage:
+            raise WeightSyncError(updates[-1].damage)
+        return updates[-1].version if updates else self.version
+
     def _mark_returned(self) -> int:
         if self._failed_version > self.version:
             raise WeightSyncError(

@@ -42,7 +42,7 @@ def test_only_a_trusted_engine_is_sent_anything(certificate: Path, monkeypatch: 
         thread.start()
         url = f"https://127.0.0.1:{listening.getsockname()[1]}"
         try:
-            with pytest.raises(wsync.SyncTimeout, match=r"(?i)certificate"), trainer(url, timeout=0.5):
+            with pytest.raises(wsync.SyncTimeout, match=r"(?i)certificate"), trainer(url, timeout=3.0):
                 pass
             monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
             with trainer(url):
