@@ -26,17 +26,18 @@ def play(scheme):
             observation, reward, terminated, truncated, _ = env.step(action)
             done, total = terminated or truncated, total + float(reward)
         print(f"version {scheme.version}: return {total:.0f}", flush=True)
+        scheme.receive(timeout=0)  # returns at once; raises NotConnected if the trainer has died
     scheme.shutdown()
 
 
 if __name__ == "__main__":
     model = PPO("MlpPolicy", "CartPole-v1", n_steps=512, device="cpu", seed=0)
-    scheme = wsync.SharedMemWeightSyncScheme()
+    scheme = wsync.SharedMemWeightSyncScheme(acknowledge="published")  # does not wait for the player
     scheme.init_on_sender("policy", model=model.policy, num_workers=1)
-    player = mp.get_context("spawn").Process(target=play, args=(scheme,))
+    player = mp.get_context("spawn").Process(target=play, args=(scheme,), daemon=True)
     player.start()
     scheme.connect(processes=[player])
-    model.learn(10_000, callback=WsyncCallback(scheme))
+    model.learn(10_000, callback=WsyncCallback(scheme, on_worker_error=print))  # goes on without a dead player
     print(scheme.metrics)
     scheme.shutdown()
     player.join()

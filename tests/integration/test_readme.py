@@ -37,6 +37,13 @@ def test_links_and_pictures_exist() -> None:
         assert not [target for target in targets if not (ROOT / target).exists()]
 
 
+def test_pages_include_files_that_exist() -> None:
+    pages = [*(ROOT / "docs").rglob("*.md")]
+    lines = [line for page in pages for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("--8")]
+    included = [re.fullmatch(r'--8<-- "(.+)"', line) for line in lines]  # a formatter may have broken one
+    assert lines and all(one and (ROOT / one[1]).exists() for one in included)
+
+
 def test_the_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"make (\w+)", README):

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -45,6 +46,28 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     assert len(found) >= 3 and found == sorted(found), done.stdout
 
 
+def join_and_die(scheme: wsync.WeightSyncScheme, make: Any) -> None:
+    scheme.init_on_receiver("policy", model=make("MlpPolicy", "CartPole-v1", device="cpu").policy, worker_idx=0)
+    scheme.connect()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_training_goes_on_without_a_player_that_has_died() -> None:
+    sb3 = pytest.importorskip("stable_baselines3", reason="needs stable_baselines3: make libraries")
+    from wsync.integrations.stable_baselines3 import WsyncCallback
+
+    model, errors = sb3.PPO("MlpPolicy", "CartPole-v1", n_steps=64, device="cpu"), list[Exception]()
+    with wsync.SharedMemWeightSyncScheme() as scheme:
+        scheme.init_on_sender("policy", model=model.policy, num_workers=1)
+        player = multiprocessing.get_context("spawn").Process(target=join_and_die, args=(scheme, sb3.PPO))
+        player.start()
+        scheme.connect(processes=[player])
+        player.join()
+        model.learn(256, callback=WsyncCallback(scheme, on_worker_error=errors.append))
+    assert model.num_timesteps == 256
+    assert [type(error) for error in errors] == [wsync.WorkerDied, *[wsync.NotConnected] * 3]
+
+
 def make_env() -> Any:
     from torchrl.envs import GymEnv  # pyright: ignore[reportMissingImports]
 
@@ -77,6 +100,22 @@ def test_a_worker_of_torchrl_that_dies_is_named() -> None:
                 collector.update_policy_weights_()
     finally:
         collector.shutdown()
+
+
+def test_algorithms_that_send_weights_in_a_way_of_their_own_are_refused() -> None:
+    impala = pytest.importorskip(
+        "ray.rllib.algorithms.impala", reason="needs RLlib: make libraries", exc_type=ImportError
+    )
+    import ray
+
+    from wsync.integrations.rllib import WsyncCallback
+
+    config = impala.IMPALAConfig().environment("CartPole-v1").env_runners(num_env_runners=1).learners(num_learners=0)
+    try:
+        with pytest.raises(ValueError, match="IMPALA sends weights in a way of its own"):
+            config.callbacks(partial(WsyncCallback, wsync.SharedMemWeightSyncScheme())).build_algo()
+    finally:
+        ray.shutdown()
 
 
 def test_an_env_runner_that_dies_is_replaced() -> None:

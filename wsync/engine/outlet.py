@@ -364,6 +364,11 @@ class Engines(Outlet):
         causes = await asyncio.gather(*(ask(self._engines[worker]) for worker in workers))
         return {worker: cause for worker, cause in zip(workers, causes, strict=True) if cause is not None}
 
+    def seen(self, worker: int, version: int) -> dict[str, Any]:
+        latest = self._engines[worker].latest
+        sent = {} if latest is None else {"sent": latest.version, "sent_at": latest.at}
+        return {**super().seen(worker, sent.get("sent", version)), **sent}
+
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
         times = (self._engines[worker].client.times for worker in workers)
         return *max(times, key=sum, default=(0.0, 0.0)), 0 if self._layout is None else self._layout.nbytes

@@ -9,6 +9,7 @@ import logging
 from functools import partial
 from typing import Any
 
+from ray.rllib.algorithms.impala import IMPALA  # pyright: ignore[reportMissingImports]
 from ray.rllib.callbacks.callbacks import RLlibCallback  # pyright: ignore[reportMissingImports]
 from ray.rllib.core import DEFAULT_MODULE_ID  # pyright: ignore[reportMissingImports]
 
@@ -29,17 +30,21 @@ class WsyncCallback(RLlibCallback):
     """Has the remote env runners of an algorithm with one agent updated by ``scheme``; evaluation is left as it is.
 
     The learner is local (``num_learners=0``): its module is read in place. An env runner that has died is left out with
-    a warning, until RLlib has restarted it.
+    a warning, until RLlib has restarted it. IMPALA and APPO, which send weights in a way of their own, are a
+    ``ValueError``.
     """
 
     def __init__(self, scheme: wsync.WeightSyncScheme) -> None:
         super().__init__()
         self.scheme = scheme
+        scheme.bind = False  # RLlib may write to a module, when it restores a checkpoint
 
     def on_algorithm_init(self, *, algorithm: Any, **_: Any) -> None:
         group, learner = algorithm.env_runner_group, algorithm.learner_group._learner
         if learner is None or not group.num_remote_workers() or algorithm.config.is_multi_agent:
             raise ValueError("wsync carries one agent's weights from a local learner (num_learners=0) to env runners")
+        if isinstance(algorithm, IMPALA):
+            raise ValueError(f"{type(algorithm).__name__} sends weights in a way of its own: wsync cannot replace it")
         self.scheme.init_on_sender("policy", num_workers=group.num_remote_workers())
         names = group.foreach_env_runner(partial(_join, self.scheme), local_env_runner=False)[0]
 

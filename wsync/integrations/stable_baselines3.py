@@ -5,18 +5,22 @@ from __future__ import annotations
 from stable_baselines3.common.callbacks import BaseCallback  # pyright: ignore[reportMissingImports]
 
 import wsync
+from wsync.integrations import OnWorkerError, send
 
 
 class WsyncCallback(BaseCallback):
     """Sends the policy after each ``every``-th round of gradient steps, and when training ends.
 
-    ``scheme`` is initialised with ``model.policy``, and has connected. Version, age and cost are logged as
-    ``weight_sync/…``. What ``scheme.send`` raises ends the training.
+    ``scheme`` is initialised with ``model.policy``, and has connected. ``on_worker_error`` is called with a
+    ``WorkerDied``, ``WorkerFailed``, ``SyncTimeout`` or ``NotConnected`` (no worker is left), and training goes on;
+    None: such an error ends the training. ``weight_sync/version`` and ``weight_sync/seconds`` are logged.
     """
 
-    def __init__(self, scheme: wsync.WeightSyncScheme, every: int = 1) -> None:
+    def __init__(
+        self, scheme: wsync.WeightSyncScheme, every: int = 1, on_worker_error: OnWorkerError | None = None
+    ) -> None:
         super().__init__()
-        self.scheme, self.every, self._rollouts = scheme, every, 0
+        self.scheme, self.every, self.on_worker_error, self._rollouts = scheme, every, on_worker_error, 0
 
     def _on_step(self) -> bool:
         return True
@@ -30,7 +34,7 @@ class WsyncCallback(BaseCallback):
         self._send()
 
     def _send(self) -> None:
-        report = self.scheme.send()
+        report = send(self.scheme, self.on_worker_error)
         self.logger.record("weight_sync/version", self.scheme.version)
         if report is not None:
             self.logger.record("weight_sync/seconds", report.seconds)

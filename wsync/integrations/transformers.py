@@ -7,17 +7,22 @@ from typing import Any
 from transformers import TrainerCallback  # pyright: ignore[reportMissingImports]
 
 import wsync
+from wsync.integrations import OnWorkerError, send
 
 
 class WsyncCallback(TrainerCallback):
     """Sends the model after each ``every``-th step, and when the training ends; from the first rank alone.
 
     ``scheme`` is initialised with ``trainer.model``, and has connected: to processes that act, or to engines
-    (``HTTPWeightSyncScheme``). What ``scheme.send`` raises ends the training.
+    (``HTTPWeightSyncScheme``). ``on_worker_error`` is called with a ``WorkerDied``, ``WorkerFailed``, ``SyncTimeout``
+    or ``NotConnected`` (no worker is left), and training goes on; None: such an error ends the training. Nothing is
+    logged: ``scheme.metrics`` has the costs.
     """
 
-    def __init__(self, scheme: wsync.WeightSyncScheme, every: int = 1) -> None:
-        self.scheme, self.every, self._sent = scheme, every, 0
+    def __init__(
+        self, scheme: wsync.WeightSyncScheme, every: int = 1, on_worker_error: OnWorkerError | None = None
+    ) -> None:
+        self.scheme, self.every, self.on_worker_error, self._sent = scheme, every, on_worker_error, 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step % self.every == 0:
@@ -30,4 +35,4 @@ class WsyncCallback(TrainerCallback):
     def _send(self, state: Any) -> None:
         self._sent = state.global_step
         if state.is_world_process_zero:
-            self.scheme.send()
+            send(self.scheme, self.on_worker_error)

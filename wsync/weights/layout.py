@@ -127,7 +127,8 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         problems, cast = list[str](), ""
         for name, one, shape, dtype in zip(self.names, tensors, self.shapes, self.dtypes, strict=True):
             if one.shape != shape or one.dtype is not dtype:
-                problems.append(f"'{name}' is {_kind(one.shape, one.dtype)}, not {_kind(shape, dtype)}")
+                has = f"it has '{name}' as" if receiver else f"'{name}' is"
+                problems.append(f"{has} {_kind(one.shape, one.dtype)}, not {_kind(shape, dtype)}")
                 if receiver and one.dtype is not dtype and one.dtype.is_floating_point:
                     cast = f"Cast('{_plain(one.dtype)}')"
         for follower, leader in () if receiver or problems else self.ties:
