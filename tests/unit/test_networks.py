@@ -3,6 +3,7 @@ from __future__ import annotations
 import cloudpickle
 import pytest
 import torch
+from bandit import CHOICE, TORQUES
 from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 
@@ -10,8 +11,6 @@ from collectors import Collector, GymEnv
 from collectors.environments.specs import Spec
 from learning import PPO, RNN, Policy, make_actor_critic, make_policy
 
-CHOICE = Spec(torch.Size([3]), torch.int64, n=3)
-TORQUES = Spec(torch.Size([2]), torch.float32, torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 10.0]))
 both = pytest.mark.parametrize("spec", [CHOICE, TORQUES], ids=["discrete", "continuous"])
 
 
