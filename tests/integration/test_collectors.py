@@ -71,6 +71,8 @@ def test_weights_dict_is_all_or_nothing(scheme):
         assert chosen(next(collector)) == 0.0, "the good half of a refused update was applied"
         with pytest.raises(KeyError, match="unheard_of"):
             collector.update_policy_weights_(weights_dict={"policy": policy(1.0), "unheard_of": nn.Linear(4, 1)})
+        with pytest.raises(wsync.LayoutMismatch, match="unknown"):
+            collector.update_policy_weights_(nn.Linear(4, 2))
         with pytest.raises(TypeError, match="int"):
             collector.update_policy_weights_(3)
         with pytest.raises(ValueError, match="more than once"):
