@@ -33,7 +33,8 @@ def start_cluster(address: str = "local") -> None:
     if address == "local":
         options |= {"num_cpus": 2, "include_dashboard": False}
     # Actors import the modules of tests. With a runtime_env they could not use the processes that Ray keeps ready.
-    folders = [os.environ.get("PYTHONPATH", ""), *(str(path) for path in Path(__file__).parents[1].iterdir())]
+    tests = Path(__file__).parents[1]
+    folders = [os.environ.get("PYTHONPATH", ""), str(tests), *map(str, tests.iterdir())]
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", os.pathsep.join(folders))
         ray.init(address, **options)
