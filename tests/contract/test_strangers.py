@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -403,23 +404,11 @@ def pass_many(state: WorkerState, passes: int) -> tuple[int, int]:
 
 def test_1_every_public_method_of_a_model_enters_the_gate(backend: BuiltIn) -> None:
     with backend.connected(2, make=Agent) as session:
-        for worker in session.workers:
-            worker.start(pass_many, 10_000)
-        over, sent = threading.Event(), [1]
-
-        def send() -> None:
-            while not over.is_set():
-                sent[0] += 1
-                session.send(sent[0])
-
-        trainer = threading.Thread(target=send)
-        trainer.start()
-        try:
-            for torn, versions in session.workers.results():
-                assert torn == 0 and versions > 5
-        finally:
-            over.set()
-            trainer.join()
+        with ThreadPoolExecutor(1) as executor:
+            acting, value = executor.submit(session.workers.call, pass_many, 10_000), 1
+            while not acting.done():
+                session.send(value := value + 1)
+        assert all(torn == 0 and versions > 5 for torn, versions in acting.result())
 
 
 class Parts(nn.Module):
