@@ -10,7 +10,7 @@ from collectors.batches import Staleness
 from collectors.workers.records import Failures
 from learning.progress import Progress
 from wsync import SyncMetrics
-from wsync.metrics import PHASES
+from wsync.metrics import PHASES, ledger
 
 _NO_UPDATE: dict[str, Any] = {
     "latency_us": dict.fromkeys(("p50", "p95", "p99", "max")),
@@ -58,6 +58,7 @@ def summarise(
             "dropped_batches": progress.dropped_batches,
             "dropped_frames": progress.dropped_frames,
         },
+        "ledger": ledger(),
         "worker_failures": failures.as_dict() if failures else {},
     }
 

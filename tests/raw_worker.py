@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-PROTOCOL = 102
+PROTOCOL = 103
 
 
 class RawWorker:

@@ -105,6 +105,11 @@ def as_text(error: BaseException | str) -> str:
     return text[-_MAX_TEXT:].encode(errors="replace").decode()
 
 
+def last_line(error: str) -> str:
+    """Return the last line of an error, which says what it is."""
+    return error.strip().rpartition("\n")[2].strip().removeprefix("wsync.errors.")
+
+
 def join_indices(workers: Collection[int]) -> str:
     """Return worker indices as text."""
     return ", ".join(str(worker) for worker in sorted(workers))

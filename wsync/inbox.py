@@ -21,7 +21,7 @@ from wsync.control.rendezvous import Rendezvous
 from wsync.control.session import Medium, SessionInbox
 from wsync.control.wire import Fits, Link, Settings
 from wsync.deadlines import remaining
-from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, as_text
+from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, as_text, error_of, last_line
 from wsync.gate import process_gate
 from wsync.native import native
 from wsync.receiver import Receiver
@@ -111,7 +111,7 @@ class WorkerConnection:
         error = await owner.use_layout(settings.layout) if settings.layout else ""
         await link.send(Fits(as_text(error)))
         if error:
-            raise LayoutMismatch(error.strip().rpartition("\n")[2].partition(": ")[2] or error)
+            raise LayoutMismatch(last_line(error).partition(": ")[2] or error)
         if (pidfd := pidfd_of(contact.pid)) >= 0:
             self._opened.callback(os.close, pidfd)
             self._watch(pidfd, self._sender_died, pidfd, link)
@@ -207,8 +207,15 @@ class InProcess(Outlet, Inbox):
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
         return *self._cost, 0
 
+    def seen(self, worker: int, version: int) -> dict[str, Any]:
+        return {"where": f"pid {os.getpid()}", "installed": self._receiver.version, "used": process_gate().used}
+
+    def verify(self, digests: Mapping[int, dict[str, int]], deadline: float | None) -> Mapping[int, Cause]:
+        error = process_gate().call_without_forward(error_of, self._receiver.verify, digests[0])
+        return {0: Cause("failed", last_line(error))} if error else {}
+
     def prepare(self, update: Update, workers: Sequence[int]) -> None:
-        error = process_gate().call_without_forward(self._receiver.check_now, update)
+        error = process_gate().call_without_forward(error_of, self._receiver.check, update)
         if error:
             self._errors[update.version] = error
 

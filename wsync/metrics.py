@@ -1,4 +1,4 @@
-"""What updates cost: phase by phase, in percentiles, and beside a plain copy of the same bytes."""
+"""What updates cost: phase by phase, in percentiles, beside a plain copy of the bytes. And which worker has which."""
 
 from __future__ import annotations
 
@@ -6,15 +6,61 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
+import msgspec
 import torch
 
+from wsync.errors import missing_extra
 from wsync.update import PHASES, SyncReport
 
+if TYPE_CHECKING:
+    from wsgiref.simple_server import WSGIServer
+
 _KEPT = 10_000  # of the newest updates, for percentiles
+LEDGER = "ledger.json"
+"""The file in a run's folder that has its rows."""
+senders = WeakValueDictionary[int, Any]()  # the schemes of this process that send, by id
 _COPIES, _LARGEST_COPY = 15, 64 << 20  # of the plain copy: how many are timed, bytes
+
+
+def ledger() -> list[dict[str, Any]]:
+    """Return the rows of ``WeightSyncScheme.ledger`` of all schemes that send from this process."""
+    schemes = [reference() for reference in senders.valuerefs()]
+    return [row for one in schemes if one is not None and one.is_sender for row in one.ledger()]
+
+
+def serve_metrics(port: int, host: str = "127.0.0.1") -> WSGIServer:
+    """Serve over HTTP which versions the workers of all schemes of this process have; to anybody, without a key.
+
+    ``/metrics`` is for Prometheus; ``/ledger`` has the rows of ``WeightSyncScheme.ledger`` as JSON. Returns the server,
+    which runs in a thread: ``server_port``, ``shutdown()``. ImportError: ``prometheus-client`` is missing.
+    """
+    try:
+        import prometheus_client as prometheus  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, "metrics") from error
+
+    def figures() -> bytes:
+        registry, labels = prometheus.CollectorRegistry(), ("model", "scheme", "worker")
+        rows = [{**row, "alive": row["state"] == "alive"} for row in ledger()]
+        for name in ("alive", "sent", "installed", "behind"):
+            gauge = prometheus.Gauge(f"wsync_{name}", "see docs/seen.md", labels, registry=registry)
+            for row in rows:
+                if row[name] is not None:
+                    gauge.labels(*(row[label] for label in labels)).set(row[name])
+        return prometheus.generate_latest(registry)
+
+    def app(request: dict[str, Any], start: Callable[..., object]) -> list[bytes]:
+        as_json = request["PATH_INFO"] == "/ledger"
+        start("200 OK", [("Content-Type", "application/json" if as_json else "text/plain; version=0.0.4")])
+        return [msgspec.json.encode(ledger()) if as_json else figures()]
+
+    server, _ = prometheus.start_http_server(port, host)
+    server.set_app(app)
+    return server
 
 
 class SyncMetrics:

@@ -31,8 +31,10 @@ from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncEr
 from wsync.gate import entered_for_forward_of, gate_model, process_gate, ungate_model
 from wsync.update import LAST_VERSION, Connection, Inbox, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
+from wsync.weights.snapshot import snapshot
 from wsync.weights.strategy import WeightStrategy
 from wsync.weights.targets import Destination, Target, load_extra, unshare
+from wsync.weights.tensors import describe, digest_of
 
 _PAUSE = 0.02  # seconds between two attempts to end the wait of a connecting thread
 _LOOK_AGAIN = 0.1  # seconds until the gate is tried again
@@ -180,7 +182,7 @@ class Receiver:
         if self.pass_on is not None and not error:
             self._passing = update
             self.loop.post(lambda: asyncio.ensure_future(self._pass(update)))
-        elif update.acknowledge or error:
+        else:
             self.inbox.answer(update, error, wait, apply)
         self._unanswered = None
 
@@ -213,8 +215,7 @@ class Receiver:
 
     async def use_layout(self, layout: bytes) -> str:
         """Use weights of this layout from now on; return why they do not fit."""
-        decoded = Layout.decode(layout)
-        return await self._inside(lambda: error_of(self.set_layout, decoded))
+        return await self.inside(self.set_layout, Layout.decode(layout))
 
     def set_layout(self, layout: Layout) -> None:
         """As ``use_layout``, inside the gate; LayoutMismatch: they do not fit."""
@@ -226,25 +227,26 @@ class Receiver:
         self._layout = layout
         self.inbox.use(layout, self._target)
 
-    async def check(self, update: Update) -> str:
-        """Find out whether the model would take an update; return why not."""
-        return await self._inside(lambda: self.check_now(update))
+    def check(self, update: Update) -> None:
+        """Raise what installing an update would raise. Called inside the gate."""
+        assert self._target is not None, "an update before its layout"
+        self._target.check_only(update.views, load_extra(update.extra))
 
-    def check_now(self, update: Update) -> str:
-        """As ``check``. Called inside the gate."""
+    def verify(self, digests: dict[str, int]) -> None:
+        """Raise ``LayoutMismatch`` if the model's tensors have other digests. Called inside the gate."""
+        if self.destination.model is None:
+            raise LayoutMismatch("a function has loaded the weights: what it has made of them is not known")
+        own = snapshot(self.destination.model).tensors
+        wrong = [f"'{name}'" for name, one in digests.items() if name not in own or digest_of(own[name]) != one]
+        if wrong:
+            raise LayoutMismatch(f"it has version {self.version}, with other values, or none, of {describe(wrong)}")
 
-        def check() -> None:
-            assert self._target is not None, "an update before its layout"
-            self._target.check_only(update.views, load_extra(update.extra))
-
-        return error_of(check)
-
-    async def _inside(self, function: Callable[[], str]) -> str:
-        """Call ``function`` inside the gate, as soon as that is free; return what it returns."""
+    async def inside(self, function: Callable[..., object], *args: Any) -> str:
+        """Call ``function`` inside the gate, as soon as that is free; return the error that it raises."""
         loop, result = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
         def job() -> None:
-            found = function()
+            found = error_of(function, *args)
             loop.call_soon_threadsafe(lambda: result.done() or result.set_result(found))
 
         process_gate().soon(job)
@@ -452,6 +454,14 @@ class Receiver:
         if not self._tried and not self.closed:
             raise SyncTimeout(f"worker {self.worker_idx}: there is no version yet")
         return process_gate().call_without_forward(self._mark_returned)
+
+    def fetch(self, deadline: float | None) -> int:
+        """Have the newest version arrive, and install nothing; return its number. WeightSyncError: it is damaged."""
+        self.connection.fetch(deadline)
+        updates = process_gate().call_without_forward(self.inbox.poll)
+        if updates and updates[-1].damage:
+            raise WeightSyncError(updates[-1].damage)
+        return updates[-1].version if updates else self.version
 
     def _mark_returned(self) -> int:
         if self._failed_version > self.version:

@@ -33,7 +33,7 @@ from wsync.errors import NotConnected
 from wsync.gate import process_gate
 from wsync.inbox import InProcess, WorkerConnection
 from wsync.media.transport import TransportMedium
-from wsync.metrics import SyncMetrics
+from wsync.metrics import SyncMetrics, senders
 from wsync.paths import CollectorContext, find_model, find_or_none
 from wsync.receiver import Receiver
 from wsync.registry import full_signature, load_backend
@@ -269,6 +269,7 @@ class WeightSyncScheme:
             record=self.metrics.record,
         )
         self.model_id = model_id
+        senders[id(self)] = self
         # Closes the outlet when the scheme is garbage-collected, or this process ends, without `shutdown`: before
         # `multiprocessing` joins the trainer's child processes, and never in a forked child.
         util.Finalize(self._sender, partial(outlet.close, graceful=False), exitpriority=0)
@@ -457,6 +458,31 @@ class WeightSyncScheme:
         It raises as ``send``: one error, for the oldest update that failed, with all that lack it or a later one.
         """
         return self._as_sender("wait_async").wait()
+
+    def ledger(self) -> list[dict[str, Any]]:
+        """On the sender: which version each worker has, in rows of plain values. It asks nobody; None is not known.
+
+        ``model``, ``scheme``, ``worker``; ``where``: its process, address or URL; ``state``: "alive", "dead", "never
+        connected", "not known"; ``sent``, ``sent_at``: the newest version for it, in Unix seconds; ``installed``,
+        ``installed_at``: what it has, and when all were known to have that; ``behind``: by how many versions;
+        ``verified``, ``digest``, ``used``: what ``verify`` has found, and whether the worker had ever used its gate;
+        ``error``: why it is dead, or lacks a version.
+        """
+        rows = self._as_sender("ledger").ledger()
+        return [{"model": self.model_id, "scheme": self.metrics.scheme, **row} for row in rows]
+
+    def verify(self, weights: Any = None, timeout: float | None = None) -> list[dict[str, Any]]:
+        """On the sender: have workers compare all tensors that are installed with the trainer's; return the ledger.
+
+        ``weights`` are those that were sent, as ``send`` takes them: None reads what was given at init. They pass all
+        transforms, also this end's ``receive_transform``. ``timeout``: seconds, None for the scheme's.
+
+        WorkerFailed, WorkerDied, SyncTimeout: one error names each worker, and the tensors that differ.
+        NotConnected: nothing was sent. WeightSyncError: the workers cannot be asked.
+        """
+        transform = compose(self.receive_transform, "receive_transform")
+        self._as_sender("verify").verify(weights, transform, self._timeout if timeout is None else timeout)
+        return self.ledger()
 
     def receive(self, timeout: float | None = None) -> Any | None:
         """Wait for a version newer than the last one returned; at first, newer than the one ``connect`` delivered.

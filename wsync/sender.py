@@ -16,15 +16,19 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from wsync.control.loop import control_loop
 from wsync.deadlines import NOW, deadline_in
-from wsync.errors import NotConnected, WeightSyncError, WorkerDied, WorkerError, join_indices
+from wsync.errors import NotConnected, WeightSyncError, WorkerDied, WorkerError, join_indices, last_line
+from wsync.transforms import Chain
 from wsync.update import LAST_VERSION, Cause, Outlet, Stage, SyncReport, Update
 from wsync.weights.layout import Buffer, Layout
+from wsync.weights.snapshot import Snapshot
 from wsync.weights.source import Source, as_plain_integer
 from wsync.weights.targets import dump_extra
+from wsync.weights.tensors import digest_of
 from wsync.workers import raise_causes
 
 
@@ -43,6 +47,8 @@ class Outstanding:
 
 
 _STAGES: tuple[Stage, Stage] = ("ready", "installed")  # what a call waits for, without and with acknowledgements
+_UNKNOWN = ("sent_at", "installed", "installed_at", "behind", "verified", "digest", "used")
+_ROW: dict[str, Any] = {"worker": 0, "where": "", "state": "alive", "sent": 0, **dict.fromkeys(_UNKNOWN), "error": ""}
 Updates = list[tuple[Sequence[int], Update]]
 """One version: the update of each group of workers."""
 
@@ -86,6 +92,8 @@ class Sender:
         self._same_requires = True  # all workers have the same of these
         self._extra: dict[int, bytes] = {}  # each worker's extra state, as last sent
         self._newest: Buffer | None = None  # of the newest update, if all workers were given it
+        self._installed = (-1, 0.0)  # the newest version that all are known to have, and since when
+        self._verified: dict[tuple[int, str | None], tuple[int, str]] = {}  # by worker and place: version, digest
         self._lock = threading.RLock()  # guards everything here; it is the order of updates
         self.loop = control_loop()
 
@@ -190,7 +198,7 @@ class Sender:
             return None
         packed = time.monotonic()
         self.version = version = self.version + 1
-        update = Update(version, buffer, b"", 0, self._requires[0], acknowledge=acknowledge)
+        update = Update(version, buffer, b"", 0, self._requires[0], acknowledge=acknowledge, at=began)
         finished = outlet.publish(update, self._everyone)
         self.sent_version, self._newest = version, buffer
         if self.on_published is not None:
@@ -244,7 +252,7 @@ class Sender:
         acknowledge = acknowledge or any(extra for _, _, extra, _ in packed)  # `set_extra_state` may raise
         self.version = version = self.version + 1
         updates = [
-            (group, Update(version, buffer, extra, 0, requires, acknowledge, undecided))
+            (group, Update(version, buffer, extra, 0, requires, acknowledge, undecided, at=began))
             for group, buffer, extra, requires in packed
         ]
         costs = (time.monotonic() - began - packing, packing, 0.0)
@@ -365,7 +373,9 @@ class Sender:
 
     def _report(self, sent: Outstanding, seconds: float) -> SyncReport:
         wait, apply, nbytes = self.outlet.costs(sent.workers, sent.version)
-        if sent.stage != "installed":
+        if sent.stage == "installed":
+            self._installed = sent.version, time.monotonic()
+        else:
             wait = apply = 0.0
         report = SyncReport(sent.version, nbytes or sent.nbytes, seconds, (*sent.costs, wait, apply), sent.workers)
         self._record(report)
@@ -404,6 +414,45 @@ class Sender:
         except WorkerError as error:
             error.version = error.version if has_sent else None
             raise
+
+    # --- what workers have ---
+
+    def ledger(self) -> list[dict[str, Any]]:
+        """Return a row for each worker; see ``WeightSyncScheme.ledger``. It takes no lock, and waits for nobody."""
+        outlet, clock, rows = self.outlet, time.time() - time.monotonic(), list[dict[str, Any]]()
+        for worker in self._everyone:
+            row = {**_ROW, "worker": worker, "sent": self.sent_version, **outlet.seen(worker, self.sent_version)}
+            if worker not in outlet.workers:
+                row |= {"state": "dead" if worker in outlet.causes() else "never connected", "installed": None}
+            if row["sent_at"] is not None:
+                row["sent_at"] += clock
+            if row["installed"] is not None:
+                row["behind"] = max(0, row["sent"] - row["installed"])
+            if row["installed"] == self._installed[0]:
+                row["installed_at"] = clock + self._installed[1]
+            row["verified"], row["digest"] = self._verified.get((worker, row["where"]), (None, None))
+            row["error"] = last_line(row["error"])
+            rows.append(row)
+        return rows
+
+    def verify(self, weights: object, transform: Chain | None, timeout: float | None) -> None:
+        """Have workers compare what is installed with the trainer's; see ``WeightSyncScheme.verify``."""
+        with self.exclusive():
+            workers, layout, version = self._update_expected(self._recipients(None)), self.layout, self.sent_version
+            if layout is None:
+                raise NotConnected("there is nothing to verify: no weights were sent yet")
+            digests = dict[int, dict[str, int]]()
+            for part in self.source.parts(weights, workers, layout):
+                sent = Snapshot(dict(zip(layout.names, part.tensors, strict=True))).through(transform)
+                own = {name: digest_of(one) for name, one in sent.tensors.items()}
+                digests |= {worker: own for worker in part.workers}
+            causes, self._verified = self.outlet.verify(digests, deadline_in(timeout)), {}
+            for worker in digests.keys() - causes.keys():
+                whole, seen = repr(sorted(digests[worker].items())).encode(), self.outlet.seen(worker, version)
+                checked = seen.get("sent", version), xxhash.xxh3_64_hexdigest(whole)
+                self._verified[worker, seen.get("where")] = checked
+            self._name(causes)
+            raise_causes(causes, "version {} is not verified", version, [worker for worker, _ in self._verified])
 
     # --- transactions ---
 

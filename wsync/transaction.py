@@ -25,6 +25,7 @@ def synchronize(
     Every worker first checks every model's new weights and keeps them beside the current ones. When all have confirmed,
     it is decided that all workers switch: no forward sees some models old and some new. If one refuses, all keep the
     versions that they have. After the decision the survivors switch, even if others die meanwhile.
+    Inference engines switch each at its own moment: ``docs/engines.md``.
 
     Args:
         updates: ``{scheme: weights}``, schemes that are connected; weights as for ``send``. A scheme that carries

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
+from wsync.deadlines import NOW
+from wsync.errors import WeightSyncError
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -33,6 +36,7 @@ class Update(msgspec.Struct, eq=False):
     acknowledge: bool = True  # whether the sender awaits an answer
     undecided: bool = False  # whether it is part of a transaction that may still be aborted
     damage: str = ""  # in a worker: why it must not be installed
+    at: float = 0.0  # in a trainer: when the call began, by ``time.monotonic``
 
     @property
     def views(self) -> Sequence[Tensor]:
@@ -138,6 +142,15 @@ class Outlet(Protocol):
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
         """Return the slowest worker's seconds of waiting and of installing, and the bytes that one was sent."""
         return 0.0, 0.0, 0
+
+    def seen(self, worker: int, version: int) -> dict[str, Any]:
+        """Return entries of a worker's row of the ledger, without asking it. ``version``: what all were sent."""
+        cause = self.wait([worker], version, "installed", NOW).get(worker)
+        return {"installed": version} if cause is None else {"error": cause.text}
+
+    def verify(self, digests: Mapping[int, dict[str, int]], deadline: float | None) -> Mapping[int, Cause]:
+        """Ask workers whether the tensors that are installed have these digests; return why not, or who is silent."""
+        raise WeightSyncError("verify() is not answered here: by readers of a store, or by engines")
 
     def disconnect(self, worker: int, cause: str) -> None:
         """Treat a worker as dead."""

@@ -16,7 +16,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -29,7 +29,7 @@ from wsync.control.processes import Processes, pidfd_of, require_descriptors, wa
 from wsync.control.session import LATE, Medium, WorkerSession, checksum_of, wait_for
 from wsync.control.wire import Offer, Settings
 from wsync.deadlines import remaining
-from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerFailed, join_indices
+from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerFailed, join_indices, last_line
 from wsync.gate import process_gate
 from wsync.native import native, why_not
 from wsync.shm.arena import SenderArena
@@ -48,8 +48,9 @@ class Member:
 
     session: WorkerSession  # its connection; set once it is accepted
 
-    def __init__(self, pid: int) -> None:
+    def __init__(self, pid: int, where: str) -> None:
         self.pid, self.pidfd = pid, pidfd_of(pid)  # its process; 0 and -1 if that is on another machine
+        self.where = where  # for people
         self.block = -1  # its words in the arena, if it uses that
         self.fresh = True  # it has connected since the last `connect` or `readmit`, which takes it for a replacement
         self.has_layout = False  # it was sent the layout
@@ -114,7 +115,7 @@ class Workers(Outlet):
             return await contact.refuse(f"index {worker} is out of range: there are workers 0 to {last}")
         if worker in self._members:
             return await contact.refuse(f"index {worker} is taken by a worker that is connected")
-        task, member = asyncio.current_task(), Member(contact.pid)
+        task, member = asyncio.current_task(), Member(contact.pid, contact.where)
         self._tasks.add(task)
         try:
             if self._arena is not None and contact.hello.native and member.pidfd >= 0:
@@ -304,21 +305,46 @@ class Workers(Outlet):
         await member.session.ask(self._layout.encode())
 
     def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
-        return self._loop.call(self._ask(layout, deadline))
-
-    async def _ask(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
-        members, causes = self._members, dict[int, Cause]()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(remaining(deadline)):
-                await asyncio.gather(*(member.session.ask(layout.encode()) for member in members.values()))
-        for worker, session in ((worker, member.session) for worker, member in members.items()):
-            if session.misfit:
-                causes[worker] = Cause("failed", session.misfit)
-            elif session.misfit is None:
-                causes[worker] = LATE if session.cause is None else Cause("died", session.cause)
+        members, encoded = self._members, layout.encode()
+        causes = self._loop.call(self._ask({w: one.session.ask(encoded) for w, one in members.items()}, deadline))
         for member in members.values():
             member.has_layout = not causes
         return causes
+
+    def verify(self, digests: Mapping[int, dict[str, int]], deadline: float | None) -> Mapping[int, Cause]:
+        async def verify(worker: int, own: dict[str, int]) -> str | None:
+            member, newest = self._members.get(worker), self._newest[worker]
+            if member is None:
+                return None
+            if newest is not None and member.block < 0 and not self._on_request:  # entering the gate installs it then
+                await member.session.settled(newest.version, "ready")
+            return await member.session.verify(own)
+
+        return self._loop.call(self._ask({worker: verify(worker, own) for worker, own in digests.items()}, deadline))
+
+    async def _ask(self, asked: Mapping[int, Awaitable[str | None]], deadline: float | None) -> Mapping[int, Cause]:
+        """Wait for the answers of workers; return those that are not empty, or why there is none."""
+        causes = dict.fromkeys(asked, LATE)
+
+        async def note(worker: int, answer: Awaitable[str | None]) -> None:
+            said, ended = await answer, self._causes.get(worker, "it has ended")
+            causes[worker] = Cause("died", ended) if said is None else Cause("failed", said)
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(remaining(deadline)):
+                await asyncio.gather(*(note(worker, answer) for worker, answer in asked.items()))
+        return {worker: cause for worker, cause in causes.items() if cause.text}
+
+    def seen(self, worker: int, version: int) -> dict[str, Any]:
+        member, newest, arena = self._members.get(worker), self._newest[worker], self._arena
+        row = {} if newest is None else {"sent": newest.version, "sent_at": newest.at}
+        if member is None:
+            return {**row, "error": self._causes.get(worker) or self._rejected.get(worker, "")}
+        session, by_words = member.session, arena if member.block >= 0 else None
+        installed = session.reported.installed if by_words is None else by_words.installed(member.block)
+        refused, why = session.refused
+        row |= {"where": member.where, "installed": installed, "used": session.verified.used}
+        return {**row, "error": why if refused > installed else ""}
 
     def reserve(self, deadline: float | None) -> Buffer:
         assert self._layout is not None, "set_layout() comes first"
@@ -531,7 +557,7 @@ def raise_causes(
     texts = {worker: cause.text for worker, cause in sorted(causes.items())}
     by_line: dict[str, list[int]] = {}
     for worker, text in texts.items():
-        by_line.setdefault(text.strip().rpartition("\n")[2].strip(), []).append(worker)
+        by_line.setdefault(last_line(text), []).append(worker)
     lines = [f"worker{'s' * (len(some) > 1)} {join_indices(some)}: {line}" for line, some in by_line.items()]
     if have is not None:
         lines.append(f"workers that have it: {join_indices(have) or 'none'}")

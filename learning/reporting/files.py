@@ -1,10 +1,11 @@
-"""The files of a run: ``config.yaml``, ``metrics.jsonl``, ``summary.json``, and the pictures made from them."""
+"""The files of a run: ``config.yaml``, ``metrics.jsonl``, ``summary.json``, ``ledger.json``, and its pictures."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,8 +17,10 @@ import yaml
 
 from learning.progress import Row
 from learning.reporting import Reporter
+from wsync.metrics import LEDGER, ledger
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
+_LEDGER_INTERVAL = 2.0  # seconds between two writes
 
 
 class FolderError(OSError):
@@ -99,6 +102,7 @@ class RunFiles(Reporter):
     _folder: Path | None = None
     _metrics: TextIOWrapper | None = None
     _summary: dict[str, Any] = field(default_factory=dict)
+    _next_ledger: float = 0.0
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
         """Write the settings, and open ``metrics.jsonl``; that of the earlier run may be missing."""
@@ -114,15 +118,19 @@ class RunFiles(Reporter):
             self._metrics = open(folder / METRICS, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  (closed by finish)
 
     def update(self, row: Row) -> None:
-        """Append a line."""
+        """Append a line; write now and then what `wsync status` shows."""
         assert self._metrics is not None and self._folder is not None
         with file_errors(self._folder / METRICS):
             self._metrics.write(to_json(row.as_dict()) + "\n")
+        if time.monotonic() > self._next_ledger:
+            self._next_ledger = time.monotonic() + _LEDGER_INTERVAL
+            replace_file(self._folder / LEDGER, to_json(ledger()).encode())
 
     def finish(self, summary: dict[str, Any]) -> None:
         """Write ``summary.json``."""
         self._summary = summary
         if self._metrics is not None and self._folder is not None:
+            replace_file(self._folder / LEDGER, to_json(summary["ledger"]).encode())
             replace_file(self._folder / SUMMARY, f"{to_json(summary, indent=2)}\n".encode())
             with file_errors(self._folder / METRICS):
                 self._metrics.close()

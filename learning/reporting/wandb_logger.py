@@ -14,6 +14,7 @@ from typing import Any
 
 from learning.progress import Row
 from learning.reporting import Reporter
+from wsync.metrics import ledger
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +119,8 @@ class WandbLogger(Reporter):
         run.define_metric("frames")
         run.define_metric("*", step_metric="frames")
         while (taken := self._rows.get()) is not None:
-            run.log(flat(taken[1].as_dict()) | {"_timestamp": taken[0]})
+            workers = {f"{row['model']}/{row['worker']}": row for row in ledger()}  # as they are now
+            run.log(flat({**taken[1].as_dict(), "ledger": workers}) | {"_timestamp": taken[0]})
         if pictures := {one.stem: wandb.Image(str(one)) for one in sorted(Path(self._init["dir"]).glob("*.png"))}:
             run.log(pictures)
         run.summary.update(self._summary)

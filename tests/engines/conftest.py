@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,16 +24,29 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def server(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server of a Qwen2 with biases and tied embeddings, with random weights; the last test kills its core."""
-    folder = tmp_path_factory.mktemp("model")
+    with serving(tmp_path_factory.mktemp("model"), str(pytestconfig.getoption("--vllm"))) as server:
+        yield server
+
+
+@pytest.fixture
+def another(pytestconfig: pytest.Config, tmp_path: Path) -> Iterator[Server]:
+    """Another one, for one test."""
+    (tmp_path / "model").mkdir()
+    with serving(tmp_path / "model", str(pytestconfig.getoption("--vllm"))) as server:
+        yield server
+
+
+@contextmanager
+def serving(folder: Path, options: str) -> Iterator[Server]:
     save(folder)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = f"""{sys.executable} -m vllm.entrypoints.openai.api_server --model {folder} --served-model-name tiny
         --host 127.0.0.1 --port {port} --dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 8
-        --worker-extension-cls faults.Faults {pytestconfig.getoption("--vllm")}""".split()
-    options = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+        --enable-scale-out --worker-extension-cls faults.Faults {options}""".split()
+    variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
     path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
-    environment = {**os.environ, **options, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    environment = {**os.environ, **variables, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     log = folder / "log"
     with log.open("w") as output:
         process = subprocess.Popen(

@@ -12,16 +12,15 @@ class Faults:
     model_runner: Any
 
     def fail_half_way(self) -> None:
-        """Have the next load raise when half of the weights have been taken."""
+        """Have a load raise, once, when half of the weights have been taken."""
         model = self.model_runner.get_model()
         usual = model.load_weights
 
         def load(pairs: Iterable[Any]) -> Any:
-            model.load_weights = usual
-
             def half() -> Iterator[Any]:
                 for number, pair in enumerate(pairs):
                     if number == 15:
+                        model.load_weights = usual
                         raise ArithmeticError("planted")
                     yield pair
 

@@ -52,7 +52,7 @@ class Server(NamedTuple):
     def post(self, route: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
-        method = "GET" if route in ("/is_paused", "/get_world_size") else "POST"
+        method = "GET" if route in ("/is_paused", "/get_world_size", "/weight_info") else "POST"
         request = urllib.request.Request(self.url + route, data, headers, method=method)
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.loads(answer.read() or b"{}")
@@ -60,11 +60,14 @@ class Server(NamedTuple):
     def paused(self) -> bool:
         return self.post("/is_paused")["is_paused"]
 
-    def complete(self, prompt: Sequence[int], tokens: int, **options: Any) -> tuple[list[int], list[float]]:
-        """Return the tokens that follow, and their log-probabilities."""
-        body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "logprobs": 0, **options}
-        found = self.post("/v1/completions", {**body, "return_token_ids": True})["choices"][0]
-        return found["token_ids"], found["logprobs"]["token_logprobs"]
+    def complete(self, prompt: Sequence[int], tokens: int, **options: Any) -> tuple[list[int], list[float], list[str]]:
+        """Return the tokens that follow, their log-probabilities, and the names of the versions that vLLM gives."""
+        sampling = {"max_tokens": tokens, "ignore_eos": True, "logprobs": 0, **options}
+        body = {"model": "tiny", "token_ids": prompt, "sampling_params": sampling}
+        found = self.post("/inference/v1/generate", body)["choices"][0]
+        spans = found["weight_versions"] or []
+        names = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
+        return found["token_ids"], [one["logprob"] for one in found["logprobs"]["content"]], names
 
     def serves(self, model: Any, prompt: Sequence[int]) -> bool:
         """Whether greedy outputs are those of ``transformers``."""
@@ -102,7 +105,7 @@ def log_probabilities(model: Any, prompt: Sequence[int], tokens: Sequence[int]) 
 @contextmanager
 def trainer(server: Server, model: Any, **options: Any) -> Iterator[wsync.HTTPWeightSyncScheme]:
     """A trainer that has sent the weights of ``model``: a module, or a state dict."""
-    with wsync.HTTPWeightSyncScheme(server.url, transfer="wsync", **{"timeout": 120.0, **options}) as scheme:
+    with wsync.HTTPWeightSyncScheme(server.url, **{"transfer": "wsync", "timeout": 300.0, **options}) as scheme:
         given = {"weights": model} if isinstance(model, dict) else {"model": model}
         scheme.init_on_sender("policy", **given)
         scheme.connect()

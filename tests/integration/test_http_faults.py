@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from asgi_server import serve
-from http_engines import TOKEN, engines, refuse_next, start_engine, stop_engine, trainer, value
+from http_engines import TOKEN, engines, refuse_next, start_engine, trainer, value
 
 import wsync
 from wsync.testing import WorkerPool
@@ -32,16 +32,6 @@ def test_a_killed_engine_is_an_error_at_once_and_another_takes_its_place(pool: W
         assert workers.call(value) == [("3", [3.0] * 4)] * 2
         scheme.send(fill(Small(), 4))
         assert workers.call(value) == [("4", [4.0] * 4)] * 2
-
-
-def test_an_engine_that_was_started_again_has_to_be_readmitted(pool: WorkerPool) -> None:
-    with engines(pool, 1) as (workers, urls), trainer(urls) as scheme:
-        workers[0].call(stop_engine)
-        workers[0].call(start_engine, int(urls[0].rsplit(":", 1)[1]))
-        with pytest.raises(wsync.WorkerFailed, match="comes first: an engine that was started again is readmitted"):
-            scheme.send(fill(Small(), 2))
-        scheme.readmit(0)
-        assert workers[0].call(value) == ("2", [2.0] * 4)
 
 
 def test_a_silent_engine_is_an_error_at_the_deadline(pool: WorkerPool) -> None:
@@ -69,7 +59,9 @@ def test_a_new_trainer_ends_a_body_whose_sender_is_gone() -> None:
         with suppress(wsync.WorkerFailed), trainer(url, transfer=begin, token=None, timeout=5.0):
             pass  # it has initialised the engine, which cannot be paused
         with socket.create_connection((place[0], int(place[1]))) as gone:
-            gone.sendall(b"POST /update_weights?session=gone HTTP/1.1\r\nHost: a\r\nContent-Length: 16\r\n\r\n1")
+            gone.sendall(
+                b"POST /update_weights?session=gone&checksum=0 HTTP/1.1\r\nHost: a\r\nContent-Length: 16\r\n\r\n1"
+            )
             with trainer(url, token=None, timeout=5.0) as scheme:
                 scheme.send()
             assert gone.recv(1000).startswith(b"HTTP/1.1 409")

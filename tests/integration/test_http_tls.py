@@ -33,7 +33,7 @@ def test_only_a_trusted_engine_is_sent_anything(certificate: Path, monkeypatch: 
     target = Small()
     with serve(wsync.engine_app(target, token=TOKEN), ssl_certfile=certificate, ssl_keyfile=certificate) as served:
         url = served.replace("http:", "https:")
-        with pytest.raises(wsync.SyncTimeout, match=r"(?i)certificate"), trainer(url, timeout=0.5):
+        with pytest.raises(wsync.SyncTimeout, match=r"(?i)certificate"), trainer(url, timeout=3.0):
             pass
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
         with trainer(url):

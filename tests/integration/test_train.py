@@ -77,13 +77,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]
 @pytest.mark.parametrize("scheme", ["shared_mem", "multiprocess", "none"])
 def test_a_run_leaves_everything_in_its_folder(runs: dict[str, tuple[Path, str]], scheme: str) -> None:
     folder, printed = runs[scheme]
-    assert all((folder / name).stat().st_size > 0 for name in FILES)
+    assert all((folder / name).stat().st_size > 0 for name in (*FILES, "ledger.json"))
     told = summary(folder)
     assert (told["status"], told["solved"], told["frames"], told["seed"]) == ("finished", False, 1024, 3)
     assert "env.id=gymnasium:CartPole-v1" in told["overrides"]  # as it was typed
     assert told["weight_sync"]["scheme"] == scheme
     assert len(rows(folder)) == 4
     assert told["worker_failures"] == {}
+    assert [row["state"] for row in told["ledger"]] == ["alive"] * 2 * (scheme != "none")
     assert "\x1b" not in printed  # no terminal, no control characters
     assert "frames 1,024/1,024" in printed
     assert re.search(r"^worker processes: \d+, \d+$", printed, re.MULTILINE)

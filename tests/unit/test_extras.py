@@ -21,6 +21,7 @@ OPTIONAL = (
     "hydra",
     "matplotlib",
     "omegaconf",
+    "prometheus_client",
     "pytest",
     "ray",
     "rich",
@@ -46,10 +47,11 @@ for module in ("wsync.config", "wsync.testing", "collectors"):
         import_module(module)
     except ModuleNotFoundError as error:
         print(error)
-try:
-    wsync.RayWeightSyncScheme().init_on_sender("policy", num_workers=1)
-except ModuleNotFoundError as error:
-    print(error)
+for call in (lambda: wsync.RayWeightSyncScheme().init_on_sender("policy"), lambda: wsync.serve_metrics(0)):
+    try:
+        call()
+    except ModuleNotFoundError as error:
+        print(error)
 """
 
 
@@ -68,6 +70,7 @@ def test_what_is_missing_names_its_extra(tmp_path: Path) -> None:
         "pytest is not installed: pip install -e '.[testing]' in a clone of wsync",
         "cloudpickle is not installed: pip install -e '.[collectors]' in a clone of wsync",
         "ray is not installed: pip install -e '.[ray]' in a clone of wsync",
+        "prometheus_client is not installed: pip install -e '.[metrics]' in a clone of wsync",
     ], done.stderr
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, Literal, NoReturn
+from urllib.parse import quote
 
 from wsync.engine.client import BodyTransfer, EngineClient, MakeTransfer, checked_url
+from wsync.engine.disk import DiskTransfer, VersionFolders
 from wsync.engine.outlet import Engines
 from wsync.engine.protocol import PAUSE_MODES, PauseMode, require_valid_token
 from wsync.receiver import Receiver
@@ -21,8 +24,8 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
 
     Engines are taken side by side through the four phases of vLLM's native weight transfer: *init* once for a layout,
     then for each version *start*, *update* and *finish*. The weights are bodies of HTTP requests, which the engines of
-    ``wsync.engine_app`` take. vLLM's own servers take them by ``transfer="wsync"``: see ``docs/engines.md``. Parameters
-    and persistent buffers are sent.
+    ``wsync.engine_app`` take. vLLM's own servers take them by ``transfer="wsync"``, or as files by ``"disk"``: see
+    ``docs/engines.md``. Parameters and persistent buffers are sent.
 
     Worker ``i`` is the engine of ``urls[i]``. A finished ``send`` means: each engine has loaded the version. Errors
     name the URL, the phase and the answer. ``readmit(i)`` sends an engine that has been started again the newest
@@ -33,8 +36,9 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
             redirects are errors, proxies are not used.
         token: sent as a bearer token. It is readable on the way unless the URL is ``https``.
         transfer: None: HTTP bodies. ``"wsync"``: by a connection of wsync to each rank of a vLLM server that runs with
-            ``--weight-transfer-config '{"backend": "wsync"}'``. Or a function ``(EngineClient, VersionSource) → object
-            with send_weights()``.
+            ``--weight-transfer-config '{"backend": "wsync"}'``. ``"disk"``: each version is a folder in the Hugging
+            Face layout, which a vLLM server loads. Or a function ``(EngineClient, VersionSource) → object with
+            send_weights()``.
         pause: what happens to generations in flight, around the last three phases: ``"abort"`` ends them, ``"wait"``
             waits for their end, ``"keep"`` has them go on with the new weights (mixed versions). None: ``"keep"``, as
             vLLM cannot generate meanwhile; with HTTP bodies, nothing is paused.
@@ -42,6 +46,10 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
             states of older weights.
         host: with ``"wsync"``: the address of this machine to which engines connect; None: the one from which each
             engine is called.
+        folder: with ``"disk"``: a folder of this trainer alone, which all engines see under the same path. Each model
+            has a folder of its own in it.
+        model_folder: with ``"disk"``: of a model of the same form. Its other files (config, tokenizer) are copied
+            beside each version, and names and shapes have to be those of its weights.
         sync, timeout, send_transform: as in ``WeightSyncScheme``; ``connect`` waits for engines that are starting.
 
     Raises:
@@ -56,10 +64,12 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         urls: str | Sequence[str],
         *,
         token: str | None = None,
-        transfer: Literal["wsync"] | MakeTransfer | None = None,
+        transfer: Literal["wsync", "disk"] | MakeTransfer | None = None,
         pause: PauseMode | None = None,
         clear_cache: bool = True,
         host: str | None = None,
+        folder: str | os.PathLike[str] | None = None,
+        model_folder: str | os.PathLike[str] | None = None,
         sync: bool = True,
         timeout: float | None = 60.0,
         send_transform: Transform | Sequence[Transform] | None = None,
@@ -70,20 +80,25 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
             raise ValueError(f"urls has each engine once, and at least one: {self.urls}")
         if pause is not None and pause not in PAUSE_MODES:
             raise ValueError(f"pause is {', '.join(map(repr, PAUSE_MODES))} or None, not {pause!r}")
-        if not (transfer is None or transfer == "wsync" or callable(transfer)):
-            raise ValueError(f"transfer is 'wsync', a function or None, not {transfer!r}")
+        if not (transfer in (None, "wsync", "disk") or callable(transfer)):
+            raise ValueError(f"transfer is 'wsync', 'disk', a function or None, not {transfer!r}")
+        if (transfer == "disk") != (folder is not None):
+            raise ValueError("transfer='disk' and folder= belong together: the folder that all engines see")
         require_valid_token(token)
         self.token = token
         self.transfer = transfer
         self.pause: PauseMode | None = pause if pause or transfer is None else "keep"
         self.clear_cache = clear_cache
-        self.host = host
+        self.host, self.folder, self.model_folder = host, folder, model_folder
 
     def make_outlet(self, model_id: str, num_workers: int) -> Engines:
         scheme = weakref.proxy(self)  # a scheme that is dropped is closed
         clients = [EngineClient(url, self.token) for url in self.urls]
         transfer = self.transfer or BodyTransfer
-        if isinstance(transfer, str):
+        if self.folder is not None:
+            folder = os.path.join(self.folder, quote(model_id, safe=""))
+            transfer = partial(DiskTransfer, folders=VersionFolders(folder, self.model_folder))
+        elif isinstance(transfer, str):
             from wsync.engine.vllm import DataTransfer  # it uses another scheme
 
             transfer = partial(DataTransfer, host=self.host)
@@ -94,6 +109,9 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
 
     def implied_worker_counts(self) -> Mapping[str, int]:
         return {"urls": len(self.urls)}
+
+    def ledger(self) -> list[dict[str, Any]]:
+        return [{**row, "where": self.urls[row["worker"]]} for row in super().ledger()]
 
     def make_connection(self, model_id: str, receiver: Receiver) -> NoReturn:
         raise RuntimeError("an engine over HTTP receives by wsync.engine_app(load=…), in the engine's process")

@@ -25,7 +25,7 @@ import msgspec
 
 from wsync.errors import NotConnected
 
-PROTOCOL = 102
+PROTOCOL = 103
 """Of all messages: two ends have to be of one revision."""
 NONCE_SIZE, PROOF_SIZE, MAX_HELLO = 16, 32, 2048
 AUTHKEY = "WSYNC_AUTHKEY"

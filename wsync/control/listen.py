@@ -55,6 +55,11 @@ class Contact:
             for option in KEEPALIVE:
                 self.sock.setsockopt(*option)
 
+    @property
+    def where(self) -> str:
+        """The other end, for people: its process; on another machine, its address. OSError: it has gone."""
+        return f"pid {self.pid}" if self.pid else ":".join(map(str, self.sock.getpeername()[:2]))
+
     async def accept(self, fds: Sequence[int] = ()) -> None:
         """Trainer: accept the worker, and give it descriptors (only by a Unix socket)."""
         proof = _ACCEPTED + self._handshake.mac("trainer")

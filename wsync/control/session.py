@@ -27,7 +27,8 @@ import xxhash
 from wsync.control import wire
 from wsync.control.wire import Changes, Link, Message, Offer, Refused, Side, State
 from wsync.deadlines import NOW, remaining
-from wsync.errors import NotConnected, as_text
+from wsync.errors import NotConnected, as_text, last_line
+from wsync.gate import process_gate
 from wsync.update import Cause, Inbox, Stage, Update
 
 if TYPE_CHECKING:
@@ -116,12 +117,15 @@ class WorkerSession:
         self.reported = State(0)  # what the worker has said that it has
         self.sent_bytes = 0  # what the newest update took
         self.misfit: str | None = None  # why the model does not fit the last layout; "" if it does, None: not known yet
+        self.verified = wire.Fits()  # the answer to the newest ``Verify``
+        self._questions = 0  # how many of these were sent
         self._asked_about = 1  # layouts without an answer; the first one comes with the settings
         self.cause: str | None = None  # why the connection has ended
         self.checks = remote or medium.checks  # whether updates carry a checksum
         self._link, self._medium, self._difference, self._known = link, medium, difference, known
         self._on_request, self._on_change = on_request, on_change
         self._refusals: dict[int, str] = {}  # why, by version
+        self.refused = (0, "")  # the last of these
         self._failed = 0  # the newest version that was refused and has taken the place of older ones
         self._messages: deque[Message] = deque()
         self._waiting: deque[Update] = deque()  # they have not begun to travel
@@ -186,12 +190,20 @@ class WorkerSession:
         """Wait until ``state`` is no longer False."""
         await self._changes.until(lambda: self.state(version, stage))
 
-    async def ask(self, layout: bytes) -> None:
-        """Send a layout, and wait for the answer."""
+    async def ask(self, layout: bytes) -> str | None:
+        """Send a layout; return the answer, None if the connection has ended."""
         self.misfit = None
         self._asked_about += 1
         self.post(wire.NewLayout(layout))
         await self.answered()
+        return self.misfit
+
+    async def verify(self, digests: dict[str, int]) -> str | None:
+        """Ask which tensors have other digests; return the answer, None if the connection has ended."""
+        self._questions = number = self._questions + 1
+        self.post(wire.Verify(number, digests))
+        await self._changes.until(lambda: self.verified.verify == number or self.cause is not None)
+        return self.verified.error if self.verified.verify == number else None
 
     async def answered(self) -> None:
         """Wait for the answer to the last layout, or for the end."""
@@ -205,6 +217,7 @@ class WorkerSession:
         if len(self._refusals) >= _KEPT_REFUSALS:
             del self._refusals[next(iter(self._refusals))]
         self._refusals[version] = as_text(error)
+        self.refused = version, self._refusals[version]
         if last:
             self._failed = max(self._failed, version)
         self._base = None  # what the worker has received is not known
@@ -287,6 +300,8 @@ class WorkerSession:
                     self.reported = state
                 case Refused(version, error, last):
                     self._refuse(version, error, last=last)
+                case wire.Fits(verify=number) as answer if 0 < number <= self._questions:
+                    self.verified = answer
                 case wire.Fits(error) if self._asked_about:
                     self._asked_about -= 1
                     self.misfit = None if self._asked_about else error
@@ -484,9 +499,11 @@ class SessionInbox(Inbox):
                         self._answered, self._coming = answered, version
                         self._changes.tell()
                 case wire.NewLayout(layout), _:
-                    error = await self._owner.use_layout(layout)
-                    await self._link.send(wire.Fits(as_text(error)))
+                    await self._link.send(wire.Fits(await self._owner.use_layout(layout)))
                     self._owner.settle()  # with the arena, an update may have been published already
+                case wire.Verify(number, digests), _:
+                    error = last_line(await self._owner.inside(self._owner.verify, digests))
+                    await self._link.send(wire.Fits(error, number, process_gate().used))
                 case wire.Goodbye(), _:
                     return
                 case message, _:
@@ -533,7 +550,7 @@ class SessionInbox(Inbox):
         self._changes.tell()
 
     async def _prepare(self, update: Update) -> None:
-        error = update.damage or await self._owner.check(update)
+        error = update.damage or await self._owner.inside(self._owner.check, update)
         if error:
             self.refuse(update, error, last=False)
             return

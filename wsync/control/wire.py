@@ -74,6 +74,13 @@ class Decide(Message, frozen=True, tag=True):
     commit: bool
 
 
+class Verify(Message, frozen=True, tag=True):
+    """Asks which of these tensors are installed with another digest. Answered with ``Fits``; questions are numbered."""
+
+    number: int
+    digests: dict[str, int]
+
+
 class Newest(Message, frozen=True, tag=True):
     """The newest version that can be fetched: it answers all requests up to the number ``answered``."""
 
@@ -85,9 +92,11 @@ class Newest(Message, frozen=True, tag=True):
 
 
 class Fits(Message, frozen=True, tag=True):
-    """The answer to a layout: why weights of it do not fit; empty if they do."""
+    """The answer to a layout: why weights of it do not fit; empty if they do. Or to ``Verify``: what differs."""
 
     error: str = ""
+    verify: int = 0  # the number of that question
+    used: bool | None = None  # with it: whether the gate of the worker's process was ever used
 
 
 class State(Message, frozen=True, tag=True):
@@ -139,7 +148,7 @@ class Side(Message, frozen=True, tag=True):
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {  # by the end that reads
-    "worker": msgspec.msgpack.Decoder(Settings | NewLayout | Offer | Decide | Newest | Goodbye | Side),
+    "worker": msgspec.msgpack.Decoder(Settings | NewLayout | Offer | Decide | Verify | Newest | Goodbye | Side),
     "trainer": msgspec.msgpack.Decoder(Fits | State | Refused | Fetch | Goodbye | Side),
 }
 

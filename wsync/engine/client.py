@@ -294,9 +294,16 @@ class VersionSource:
 
 
 MakeTransfer = Callable[[EngineClient, VersionSource], Any]
-"""Makes the transfer to one engine, as phase 1 (init). Its ``send_weights()`` sends what the source has now, by the
-phases start, update and finish, as vLLM's ``TrainerWeightTransferEngine`` does. Both are called in threads of their
-own. Exceptions that they raise, the trainer raises as ``WorkerFailed``. ``shutdown()``, if there is one, ends it."""
+"""Makes the transfer to one engine, as phase 1 (init). Exceptions that it raises, the trainer raises as
+``WorkerFailed``. All its methods are called in threads of their own; ``shutdown()``, if there is one, ends it.
+
+A transfer of vLLM (``TrainerWeightTransferEngine``) has ``send_weights()``: it sends what the source has now, by the
+phases start, update and finish. Those of this library have steps instead, so that several engines switch together:
+
+- ``stage()``: what needs no engine, before generation is paused;
+- ``prepare()``: the engine has and has verified the version, and uses the one before;
+- ``commit()``: the engine uses it; or ``abort()``: it goes on with the one before, as if ``prepare`` had not been.
+"""
 
 
 class BodyTransfer:
@@ -308,9 +315,15 @@ class BodyTransfer:
         layout = base64.b64encode(source.layout.encode()).decode()
         client.init_weight_transfer_engine({"transfer": protocol.TRANSFER, **self._session, "layout": layout})
 
-    def send_weights(self) -> None:
+    def prepare(self) -> None:
         client, update = self._client, self._source.update
         assert update is not None
         client.start_weight_update(self._session)
-        client.post("update", f"{protocol.UPDATE}?{urlencode(self._session)}", update.buffer.memory)
-        client.finish_weight_update(**self._session, checksum=f"{update.checksum:016x}")
+        query = urlencode({**self._session, "checksum": f"{update.checksum:016x}"})
+        client.post("update", f"{protocol.UPDATE}?{query}", update.buffer.memory)
+
+    def commit(self) -> None:
+        self._client.finish_weight_update(**self._session)
+
+    def abort(self) -> None:
+        """The engine keeps what has arrived until the next version."""

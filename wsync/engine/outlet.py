@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,8 @@ class Engine:
         self._pause_route = f"{PAUSE}?mode={pause}&clear_cache={str(clear_cache).lower()}"
         self._delivering: asyncio.Task[None] | None = None
         self._outcome: asyncio.Future[Cause | None] | None = None  # of the newest version
+        # Of the version that was submitted last: its outcome, why it is not prepared, and whether it is to be used.
+        self._states: Sequence[Any] = (None, None, None)
         self._turn = asyncio.Lock()  # held by the delivery that is in progress
         self._transfer: tuple[Layout, VersionSource, Any] | None = None
         self._ending: asyncio.Future[Any] | None = None  # of the transfer before
@@ -61,16 +63,15 @@ class Engine:
         while True:
             try:
                 await self._request("connect", WORLD_SIZE, earlier(deadline, deadline_in(_PROBE)))
-                answered = True
+                said = ""
             except EngineError as error:
-                if 0 < error.status < 500:
-                    self.cause = str(error)
-                    return Cause("failed", self.cause)
-                answered = False
                 said = said if said and error.kind == "late" else str(error)
-            if self.cause:
+                if 0 < error.status < 500:
+                    self.cause = said
+                    return Cause("failed", said)
+            if self.cause:  # `disconnect` was called meanwhile
                 return Cause("died", self.cause)
-            if answered:
+            if not said:
                 return None
             if remaining(deadline) == 0.0:
                 self.cause = said
@@ -80,49 +81,71 @@ class Engine:
 
     def submit(self, update: Update, deadline: float | None) -> None:
         """Send a version, once the one before has ended. An engine that is absent has died."""
-        self.latest, self._outcome = update, asyncio.get_running_loop().create_future()
+        new = asyncio.get_running_loop().create_future
+        self._states = new(), new(), new()
+        if not update.undecided:
+            self.commit(update)
         if self.present:
-            self._delivering = asyncio.ensure_future(self._deliver(update, deadline, self._outcome))
+            self._delivering = asyncio.ensure_future(self._deliver(update, deadline, *self._states))
         else:
-            self._outcome.set_result(Cause("died", self.cause))
+            _settle(self._states[:2], Cause("died", self.cause))
 
-    async def _deliver(self, update: Update, deadline: float | None, outcome: asyncio.Future[Cause | None]) -> None:
+    def commit(self, update: Update) -> None:
+        """Have the engine use the update that was submitted last."""
+        self.latest, self._outcome = update, self._states[0]
+        _settle(self._states[2:], True)
+
+    async def abort(self) -> None:
+        """Have it not use that, unless this was decided; wait, for some seconds, until it goes on with the others."""
+        _settle(self._states[2:], False)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_RESUME_TIMEOUT), self._turn:
+                pass
+
+    async def _deliver(self, update: Update, deadline: float | None, outcome: Any, vote: Any, decision: Any) -> None:
         async with self._turn:
-            if outcome.done() or outcome is not self._outcome:  # the engine was disconnected, or a version is newer
+            is_old = decision.done() and update is not self.latest  # another is newer, or it is aborted
+            if outcome.done() or is_old:  # done: the engine was disconnected
                 return
-            cause = await self.attempt(update.buffer.layout, update, deadline)
-            if outcome.done():
-                return
-            outcome.set_result(cause)
-            if cause is not None and cause.kind == "died":
+            cause = await self.attempt(update.buffer.layout, update, deadline, vote, decision)
+            if not outcome.done() and cause is not None and cause.kind == "died":
                 self.disconnect(cause.text)
+            _settle([outcome, vote], cause)
 
-    async def outcome(self, deadline: float | None) -> Cause | None:
-        """Wait for the outcome of the newest version."""
-        if self._outcome is None:
+    async def answer(self, stage: Stage, deadline: float | None) -> Cause | None:
+        """Wait until the version that was submitted last is prepared (``received``), or the newest one is loaded."""
+        future = self._states[1] if stage == "received" else self._outcome
+        if future is None:
             return None
-        await asyncio.wait([self._outcome], timeout=remaining(deadline))
-        if self._outcome.done():
-            return self._outcome.result()
+        await asyncio.wait([future], timeout=remaining(deadline))
+        if future.done():
+            return future.result()
         return Cause("late", f"{self.client.url}: phase {self.client.phase}: no answer before the deadline")
+
+    async def lives(self) -> Cause | None:
+        """Return why an engine that has prepared a version cannot use it any more: it is dead."""
+        try:
+            await self._request("health", HEALTH, deadline_in(_PROBE))
+        except EngineError as error:
+            if error.kind == "died":
+                self.disconnect(str(error))
+                return Cause("died", str(error))
+        return None
 
     def disconnect(self, cause: str) -> None:
         """Treat the engine as dead; what waits for it is told so. Its next version begins with a new transfer."""
         self.present, self.cause, self._begun = False, cause, False
         self._end_transfer()
-        if self._outcome is not None and not self._outcome.done():
-            self._outcome.set_result(Cause("died", cause))
+        _settle([self._outcome, *self._states[:2]], Cause("died", cause))
+        _settle(self._states[2:], False)
         self.client.give_up()
 
     async def close(self) -> None:
         """End what is being sent; wait until it has ended, for some seconds."""
         self.disconnect("the sender was shut down")
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_RESUME_TIMEOUT):
-                async with self._turn:
-                    pass
-                if self._ending is not None:
-                    await self._ending
+        await self.abort()
+        if self._ending is not None:
+            await asyncio.wait([self._ending], timeout=_RESUME_TIMEOUT)
         self.client.close()
 
     def _end_transfer(self) -> None:
@@ -132,13 +155,18 @@ class Engine:
 
     # --- one attempt ---
 
-    async def attempt(self, layout: Layout, update: Update | None, deadline: float | None) -> Cause | None:
-        """Send a version (None: only init, for a new layout); return why that has failed."""
+    async def attempt(
+        self, layout: Layout, update: Update | None, deadline: float | None, *states: asyncio.Future[Any]
+    ) -> Cause | None:
+        """Send a version (None: only init, for a new layout); return why that has failed.
+
+        ``states``: why it is not prepared, to be set; and whether it is to be used.
+        """
         client = self.client
         client.deadline = deadline
         client.phase = "connect"
         try:
-            await self._send(layout, update)
+            await self._send(layout, update, *states)
             return None
         except EngineError as error:
             kind, text = error.kind, str(error)
@@ -148,7 +176,7 @@ class Engine:
             text += "\nThe engine stays paused until it has a whole version: send again"
         return Cause(kind, text)
 
-    async def _send(self, layout: Layout, update: Update | None) -> None:
+    async def _send(self, layout: Layout, update: Update | None, *states: asyncio.Future[Any]) -> None:
         if self._transfer is None or self._transfer[0] != layout:
             self._end_transfer()
             self.client.phase = "init"
@@ -158,13 +186,39 @@ class Engine:
         _, source, transfer = self._transfer
         if update is None:
             return
+        has_steps = hasattr(transfer, "prepare")
+        if update.undecided and not has_steps:
+            raise EngineError(f"{self.client.url}: its transfer cannot prepare a version: send() each model")
         self.client.version, self.client.times = update.version, (0.0, 0.0)
-        async with self._paused():
-            source.update = update
-            try:
-                await self._blocking(transfer.send_weights)
-            finally:
-                source.update = None
+        source.update = update
+        try:
+            if hasattr(transfer, "stage"):
+                await self._blocking(transfer.stage)
+            async with self._paused():
+                if not has_steps or await self._prepare(transfer, *states):
+                    await self._blocking(transfer.commit if has_steps else transfer.send_weights)
+                    self._begun = False
+        finally:
+            source.update = None
+
+    async def _prepare(self, transfer: Any, vote: asyncio.Future[Any], decision: asyncio.Future[bool]) -> bool:
+        """Prepare a version; return whether it is to be committed, when that is decided. If not, it is aborted."""
+        refusal = None
+        try:
+            await self._blocking(transfer.prepare)
+            _settle([vote], None)
+            if await decision:
+                return True
+        except EngineError as error:
+            if error.kind != "failed":
+                raise
+            refusal = error
+        with suppress(EngineError) if refusal else nullcontext():  # a refusal is what is reported
+            await self._blocking(transfer.abort)
+            self.client.phase = "prepare"  # nothing has begun
+        if refusal is not None:
+            raise refusal
+        return False
 
     async def _request(self, phase: str, route: str, deadline: float | None) -> None:
         await run_blocking("engine", partial(self.client.request, phase, route, deadline=deadline))
@@ -195,8 +249,8 @@ class Engine:
         try:
             await self._blocking(self.client.post, "pause", self._pause_route)
             yield
-            self._begun = False
-            await self._blocking(self.client.post, "resume", RESUME)
+            if not self._begun:
+                await self._blocking(self.client.post, "resume", RESUME)
         except BaseException:
             phase = self.client.phase
             self._begun |= phase in _BEGUN
@@ -207,8 +261,16 @@ class Engine:
             raise
 
 
+def _settle(states: Sequence[asyncio.Future[Any] | None], value: Any) -> None:
+    for one in states:
+        if one is not None and not one.done():
+            one.set_result(value)
+
+
 class Engines(Outlet):
     """An ``Outlet`` to engines. ``timeout`` returns the seconds that an update may take; None for no limit."""
+
+    transactional = True
 
     def __init__(
         self,
@@ -255,9 +317,8 @@ class Engines(Outlet):
             engine.present = True
             if engine.latest is not None:
                 engine.submit(engine.latest, deadline)
-        raise_causes(
-            await self._each(workers, lambda engine: engine.outcome(deadline)), "the newest version is missing"
-        )
+        causes = await self._each(workers, lambda engine: engine.answer("installed", deadline))
+        raise_causes(causes, "the newest version is missing")
 
     def disconnect(self, worker: int, cause: str) -> None:
         self._loop.post(self._engines[worker].disconnect, cause)
@@ -282,9 +343,21 @@ class Engines(Outlet):
         for worker in workers:
             self._loop.post(self._engines[worker].submit, update, deadline)
 
+    prepare = publish  # an undecided version waits for the decision
+
+    def commit(self, update: Update, workers: Sequence[int]) -> None:
+        for worker in workers:
+            self._loop.post(self._engines[worker].commit, update)
+
+    def abort(self, version: int) -> None:
+        self._loop.call(self._each(range(len(self._engines)), lambda engine: engine.abort()))
+
     def wait(self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None) -> Mapping[int, Cause]:
-        """Wait until engines have loaded their newest version."""
-        return self._loop.call(self._each(workers, lambda engine: engine.outcome(deadline)))
+        """Wait until engines have loaded their newest version; or have prepared it (``received``), and all live."""
+        causes = self._loop.call(self._each(workers, lambda engine: engine.answer(stage, deadline)))
+        if causes or stage != "received":
+            return causes
+        return self._loop.call(self._each(workers, lambda engine: engine.lives()))
 
     async def _each(self, workers: Sequence[int], ask: Callable[[Engine], Any]) -> Mapping[int, Cause]:
         """Ask engines side by side; return the causes that some have answered."""

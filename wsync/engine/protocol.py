@@ -10,8 +10,8 @@ request                                fields of the body transfer: of JSON; of 
 =====================================  ===============================================================================
 ``POST /init_weight_transfer_engine``  ``init_info``: ``transfer`` ("body"), ``session``, ``layout``
 ``POST /start_weight_update``          ``session``
-``POST /update_weights``               ``session``
-``POST /finish_weight_update``         ``session``, ``weight_version``, ``checksum`` (of all bytes, hexadecimal)
+``POST /update_weights``               ``session``, ``checksum`` (of all bytes, hexadecimal)
+``POST /finish_weight_update``         ``session``, ``weight_version``
 ``POST /pause?mode=…``, ``/resume``    none
 =====================================  ===============================================================================
 

@@ -55,6 +55,7 @@ class EngineApp:
         self._destination, self._max_bytes = destination, max_bytes
         self._authorization = None if token is None else f"Bearer {token}".encode()
         self._session: _Session | None = None
+        self._complete = False  # the session's buffer has a version that was verified
         self._mixed = ""  # why weights may be of two versions
         self._updating = asyncio.Lock()  # one phase at a time
         self._receiving: asyncio.Timeout | None = None  # ends the body that is being received
@@ -120,7 +121,7 @@ class EngineApp:
             raise HTTPException(413, f"a version has {layout.nbytes} bytes, and max_bytes is {self._max_bytes}")
         if layout.extra:
             raise HTTPException(422, "extra state (pickles) is not accepted over HTTP")
-        self._session = None
+        self._session, self._complete = None, False
         try:
             target = process_gate().call_without_forward(self._destination.target, layout, bind=False)
         except LayoutMismatch as error:
@@ -142,6 +143,7 @@ class EngineApp:
     async def _update(self, request: Request) -> None:
         async with self._updating:
             place, size = self._current(request.query_params).buffer.memory, 0
+            expected, self._complete = _text(request.query_params, "checksum"), False
             try:
                 async with asyncio.timeout(None) as self._receiving:
                     async for piece in _pieces(request, len(place)):
@@ -151,13 +153,16 @@ class EngineApp:
                 raise HTTPException(409, _TAKEN) from None
             finally:
                 self._receiving = None
+            found = await asyncio.get_running_loop().run_in_executor(self._loading, checksum_of, place, b"")
+            if expected != f"{found:016x}":
+                raise HTTPException(409, f"the version is incomplete or corrupt: checksum {found:016x}, not {expected}")
+            self._complete = True
 
     def _finish(self, fields: Fields) -> Fields:
-        """Check that the version is whole, then load it inside the gate."""
+        """Load the version that has arrived, inside the gate."""
         session, version = self._current(fields), _text(fields, "weight_version")
-        expected, found = _text(fields, "checksum"), f"{checksum_of(session.buffer.memory, b''):016x}"
-        if expected != found:
-            raise HTTPException(409, f"the version is incomplete or corrupt: checksum {found}, not {expected}")
+        if not self._complete:
+            raise HTTPException(409, f"no version has arrived whole: POST {protocol.UPDATE} comes first")
         return process_gate().call_without_forward(self._install, session, version, time.perf_counter())
 
     def _install(self, session: _Session, version: str, asked: float) -> Fields:

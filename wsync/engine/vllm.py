@@ -1,7 +1,8 @@
 """Stock vLLM, updated by wsync's own connection: the trainer's half, and the entry point by which vLLM finds the rest.
 
-    trainer   publish ─→ POST /start ─→ POST /update {version} ───────────────────→ POST /finish
-    engine                each rank: pull the version (shared memory, or a socket) ─→ load it layer by layer
+    trainer   publish ─→ POST /start ─→ POST /update ──────────────────→ POST /update {load} ────→ POST /finish
+    engine                              each rank fetches the version    each loads it by layers
+                                        (shared memory, or a socket)
 
 HTTP carries the phases. The weights of a version go from the trainer to each rank, and are loaded when all have come.
 """
@@ -13,7 +14,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import wsync
-from wsync.deadlines import remaining
+from wsync.deadlines import deadline_in, remaining
+from wsync.engine import protocol
 from wsync.engine.client import EngineClient, EngineError, VersionSource
 
 MODEL = "engine"  # the name by which both ends know the model
@@ -44,6 +46,11 @@ class DataScheme(wsync.WeightSyncScheme):
     def create_rendezvous(self) -> wsync.Rendezvous:
         return wsync.Rendezvous(self.host)
 
+    def fetch(self, timeout: float | None) -> int:
+        """On the receiver: have the newest version arrive, and be verified; ``pull`` installs it. Return its number."""
+        assert self._receiver is not None, "init_on_receiver() comes first"
+        return self._receiver.fetch(deadline_in(timeout))
+
 
 class DataTransfer:
     """The transfer ``"wsync"`` to one engine: a sender whose workers are the engine's ranks.
@@ -53,6 +60,7 @@ class DataTransfer:
 
     def __init__(self, client: EngineClient, source: VersionSource, host: str | None = None) -> None:
         self._client, self._source, self._host = client, source, host
+        self._known = True  # what the ranks have done; if not, they are asked by the next init
         self._scheme: DataScheme | None = self._connected()
 
     def _connected(self) -> DataScheme:
@@ -73,8 +81,10 @@ class DataTransfer:
         finally:
             accepting.shutdown()
 
-    def send_weights(self) -> None:
-        client, began = self._client, time.perf_counter()
+    def stage(self) -> None:
+        """Have the version where the ranks can fetch it."""
+        if not self._known:
+            self.shutdown()
         scheme = self._scheme = self._scheme or self._connected()
         scheme.timeout = self._time_left()
         try:
@@ -82,16 +92,33 @@ class DataTransfer:
         except (wsync.WorkerDied, wsync.NotConnected) as error:
             said = str(error).partition("\n")[0]
             why = f"the engine has left ({said}): started again, or taken by another trainer? readmit() it"
-            raise EngineError(f"{client.url}: phase publish: {why}") from error
+            raise EngineError(f"{self._client.url}: phase publish: {why}") from error
         assert report is not None, "the scheme waits"
+        self._version, self._known = report.version, False
+
+    def prepare(self) -> None:
+        """Have every rank fetch the version."""
+        self._client.start_weight_update()
+        self._update(load=False)
+        self._known = True
+
+    def commit(self) -> None:
+        began, self._known = time.perf_counter(), False
+        self._update(load=True)
+        self._client.finish_weight_update()
+        self._client.times = 0.0, time.perf_counter() - began
+        self._known = True
+
+    def _update(self, *, load: bool) -> None:
+        self._client.update_weights({"version": self._version, "timeout": self._time_left(), "load": load})
+
+    def abort(self) -> None:
+        """Have the ranks put the old weights back."""
         try:
-            client.start_weight_update()
-            client.update_weights({"version": report.version, "timeout": self._time_left()})
-            client.finish_weight_update()
-        except BaseException:
-            self.shutdown()  # what the ranks have done is not known: they are asked by the next init
-            raise
-        client.times = 0.0, time.perf_counter() - began
+            self._client.post("finish", protocol.FINISH)
+        except EngineError as error:
+            if "without a matching start" not in str(error):  # of a rank that has ended it
+                raise
 
     def shutdown(self) -> None:
         if self._scheme is not None:

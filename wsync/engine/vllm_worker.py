@@ -2,8 +2,9 @@
 
     init     the names and shapes are tried on weights without memory ─→ the rank connects to the trainer
     start    layers wait for their weights, without memory; vLLM has the old ones
-    update   the whole version arrives and is verified ─→ in all ranks? ─→ each layer is copied over the old one
-    finish   the rest of what vLLM does after loading
+    update   the whole version arrives and is verified ─→ in all ranks?
+    update   each layer is copied over the old one
+    finish   the rest of what vLLM does after loading; if nothing was loaded, the old weights are back
 
 A version that does not arrive leaves the old weights. One that fails while it is loaded leaves layers without memory,
 with which no forward succeeds, until another version is loaded: there are no mixed weights to serve.
@@ -54,10 +55,11 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """``version``: the one to load. ``timeout``: seconds that it may take to arrive; None for no limit."""
+    """``version``: the one to fetch, or then to ``load``. ``timeout``: seconds that it may take; None for no limit."""
 
     version: int
     timeout: float | None = None
+    load: bool = False
 
 
 class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -71,7 +73,8 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._names = {name for name, _ in self.model.named_parameters()}
         self._scheme: DataScheme | None = None
         self._active = False  # between start and finish
-        self._loaded = self._has_voted = False  # in this update
+        self._fetched = 0  # the version that all ranks have, in this update
+        self._loaded = False  # in this update
         self._unusable = False  # layers have no memory until a version is loaded
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -96,7 +99,7 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         if self._scheme is None:
             raise RuntimeError("wsync: POST /init_weight_transfer_engine comes first")
-        self._loaded, self._active = False, True
+        self._fetched, self._loaded, self._active = 0, False, True
         self._empty_layers()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -105,27 +108,26 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        assert self._scheme is not None, "start comes first"
-        error, self._has_voted = None, False
+        scheme, version, error = self._scheme, update_info.version, None
         try:
-            found = self._scheme.pull(update_info.timeout)
-            if found != update_info.version:
-                raise RuntimeError(f"version {found} came, and {update_info.version} was announced")
+            if scheme is None or (update_info.load and self._fetched != version):
+                raise RuntimeError(f"version {version} was not fetched before")
+            found = (scheme.pull if update_info.load else scheme.fetch)(update_info.timeout)
+            if found != version:
+                raise RuntimeError(f"version {found} came, and {version} was announced")
         except Exception as raised:  # noqa: BLE001  the last rank raises it again
             error = raised
-        if not self._has_voted:
-            self._agree(error)  # no rank loads the version
         if errors := self._agree(error):
             self._restore()
             self._raise(errors, error)
-        self._loaded = not errors
+        self._fetched, self._loaded = version * (not errors), update_info.load and not errors
 
     def finish_weight_update(self) -> None:
         self._active = False
         if self._loaded:
             finalize_layerwise_reload(self.model, self.model_config)
             self._unusable = False
-        else:  # the update of a trainer that has died
+        else:  # it is aborted, or its trainer has died
             self._restore()
 
     def shutdown(self) -> None:
@@ -134,10 +136,7 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._scheme = None
 
     def _load(self, pairs: Iterable[tuple[str, Tensor]]) -> None:
-        """Load a version that has arrived, if it has in all ranks."""
-        self._has_voted = True
-        if errors := self._agree(None):
-            raise LayoutMismatch(f"nothing was loaded, because of {errors}")
+        """Load a version, which all ranks have."""
         self._unusable = True  # until all of it is loaded, in all ranks
         # vLLM keeps the tensors until a layer is complete, and these are valid during the call only.
         self.model.load_weights((name, tensor.to(self.device, copy=True)) for name, tensor in pairs)

@@ -25,16 +25,15 @@ from typing import Annotated, Any
 
 import fsspec
 import msgspec
-import torch
 from fsspec.implementations.local import LocalFileSystem
 from msgspec import Meta
 
 from wsync.control.session import checksum_of
-from wsync.errors import LayoutMismatch, NotConnected, WeightSyncError
+from wsync.errors import NotConnected, WeightSyncError
+from wsync.store.safetensors_file import header_of, order_in_file, tensors_of
 from wsync.update import LAST_VERSION, Outlet, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
 from wsync.weights.targets import require_no_extra
-from wsync.weights.tensors import raw_bytes
 
 _log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
@@ -43,13 +42,6 @@ MAX_HEADER = 64 << 20  # bytes of the largest manifest, which has the layout, an
 _PIECE = 1 << 20  # bytes
 _VERSION_FILE = re.compile(r"v(\d+)-\w+\.safetensors")
 _UNFINISHED = ".unfinished"
-_DTYPES = {  # by their names in safetensors files
-    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
-    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0"},
-    **{torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ"},
-    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL"},
-    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.complex64: "C64"},
-}
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -174,32 +166,6 @@ class Store:
             os.close(folder)
 
 
-def order_in_file(layout: Layout) -> list[int]:
-    """Return the entries that have a place in a file, the widest numbers first, so that each place is aligned."""
-    return sorted(layout.leaders, key=lambda index: -layout.dtypes[index].itemsize)
-
-
-def header_of(layout: Layout) -> bytes:
-    """Return what a safetensors file begins with; LayoutMismatch: it cannot have these weights.
-
-    8 bytes   length of the header, little-endian
-    header    JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …}, and blanks
-    rest      the tensors
-    """
-    if layout.extra:
-        raise LayoutMismatch(f"extra state cannot be stored: {', '.join(sorted(layout.extra))}")
-    header, begin = dict[str, Any](), 0
-    for index in order_in_file(layout):
-        name, dtype, end = layout.names[index], layout.dtypes[index], begin + layout.byte_ranges[index][1]
-        if dtype not in _DTYPES:
-            raise LayoutMismatch(f"'{name}' is {dtype}, which a safetensors file cannot have")
-        header[name] = {"dtype": _DTYPES[dtype], "shape": layout.shapes[index], "data_offsets": (begin, end)}
-        begin = end
-    text = msgspec.json.encode(header)
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
 class Files(Outlet):
     """An ``Outlet`` without connections: each update becomes a version, of which the newest ``keep`` are kept.
 
@@ -226,7 +192,7 @@ class Files(Outlet):
         return 0 if manifest is None else manifest.version
 
     def set_layout(self, layout: Layout) -> None:
-        self._header, self._layout = header_of(layout), layout
+        self._header, self._layout = header_of(layout, order_in_file(layout)), layout
 
     def reserve(self, deadline: float | None) -> Buffer:
         assert self._layout is not None, "set_layout() comes first"
@@ -245,8 +211,7 @@ class Files(Outlet):
         layout = buffer.layout.encode()
         checksum = f"{checksum_of(buffer.memory, layout):016x}"
         manifest = Manifest(update.version, self.name, layout, checksum, dict(update.requires))
-        tensors = [raw_bytes(buffer.views[index]).numpy().data for index in order_in_file(buffer.layout)]
-        self._write(manifest, manifest.file, [self._header, *tensors])
+        self._write(manifest, manifest.file, [self._header, *tensors_of(buffer, order_in_file(buffer.layout))])
         self._prepared = manifest
 
     def commit(self, update: Update, workers: Sequence[int]) -> None:
@@ -265,6 +230,11 @@ class Files(Outlet):
             )
         with self._store.explaining(f"version {manifest.version} was not stored in {url}"):
             self._store.write(file, pieces)
+
+    def seen(self, worker: int, version: int) -> dict[str, Any]:
+        newest = self._store.newest() if self._wrote else None
+        error = "" if newest is None or newest.writer == self.name else "another trainer publishes in this store"
+        return {"where": self._store.url, "state": "not known", "error": error}
 
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
         return 0.0, 0.0, 0 if self._layout is None else self._layout.nbytes

@@ -18,7 +18,8 @@ from wsync.control.session import checksum_of
 from wsync.deadlines import NOW, remaining
 from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError
 from wsync.gate import process_gate
-from wsync.store.files import MANIFEST, MAX_HEADER, Manifest, Store, order_in_file
+from wsync.store.files import MANIFEST, MAX_HEADER, Manifest, Store
+from wsync.store.safetensors_file import order_in_file
 from wsync.update import Inbox, Update
 from wsync.weights.layout import ALIGNMENT, Buffer, BufferPool, Layout
 from wsync.weights.tensors import raw_bytes

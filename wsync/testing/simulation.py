@@ -199,7 +199,7 @@ async def welcome(outlet: Workers, index: int, there: Any) -> None:
         there.close()
 
     hello = SimpleNamespace(worker=index, native=False)
-    contact: Any = SimpleNamespace(hello=hello, pid=0, accept=accept, link=link, refuse=refuse)
+    contact: Any = SimpleNamespace(hello=hello, pid=0, where="", accept=accept, link=link, refuse=refuse)
     with suppress(ConnectionError):
         await outlet._welcome(contact)
 
@@ -219,7 +219,9 @@ class Model:
     def new_buffer(self) -> Any:
         return make_buffer(bytes(SIZE))
 
-    async def check(self, update: Update) -> str:
+    def check(self, update: Update) -> None: ...
+
+    async def inside(self, function: Callable[..., object], *args: Any) -> str:
         await self.worker.step()
         return "refused" if self.worker.world.random.random() < 0.05 else ""
 

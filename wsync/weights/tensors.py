@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from wsync.errors import LayoutMismatch
@@ -107,6 +108,13 @@ def raw_bytes(tensor: Tensor) -> Tensor:
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of one shape and dtype are alike, NaNs included."""
     return torch.equal(one, other) or torch.equal(raw_bytes(one), raw_bytes(other))
+
+
+def digest_of(tensor: Tensor) -> int:
+    """Return a digest of a tensor's dtype, shape and bytes."""
+    digest = xxhash.xxh3_64(f"{tensor.dtype} {[*tensor.shape]}".encode())
+    digest.update(raw_bytes(tensor).numpy(force=True).data)
+    return digest.intdigest()
 
 
 def tie_leaders(tensors: Sequence[Tensor]) -> list[int]:

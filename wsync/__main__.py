@@ -1,0 +1,70 @@
+"""``wsync status``: which version each worker has, in a terminal, as long as it runs; in a pipe, once."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+from wsync.errors import missing_extra
+from wsync.metrics import LEDGER
+
+_USAGE = "usage: wsync status [HOST:PORT of wsync.serve_metrics | a run's folder; the newest one in outputs/]"
+_COLUMNS = ("model", "worker", "where", "state", "sent", "installed", "behind", "since", "verified", "error")
+
+
+def main() -> None:
+    """Show the rows. The exit status is 1 if there are none; in a pipe, also if one stands out."""
+    if sys.argv[1:2] != ["status"] or len(sys.argv) > 3:
+        sys.exit(_USAGE)
+    try:
+        from rich.console import Console
+        from rich.live import Live
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, "metrics") from error
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    try:
+        table = table_of(read(*sys.argv[2:]))
+        if not console.is_terminal:
+            console.print(table)
+            sys.exit(any(row.style for row in table.rows))
+        with Live(table, console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(1.0)
+                live.update(table_of(read(*sys.argv[2:])), refresh=True)
+    except KeyboardInterrupt:
+        return
+    except (OSError, ValueError) as error:
+        sys.exit(f"wsync status: {error}")
+
+
+def read(source: str = "") -> list[dict[str, Any]]:
+    """Return the rows; OSError, ValueError: there are none, or they cannot be read."""
+    if source and not Path(source).is_dir():
+        with urlopen(f"http://{source}/ledger", timeout=5) as answer:
+            return json.load(answer)
+    found = Path(source or "outputs").rglob(LEDGER)
+    return json.loads(max(found, key=lambda one: one.stat().st_mtime, default=Path(source, LEDGER)).read_bytes())
+
+
+def table_of(rows: list[dict[str, Any]]) -> Any:
+    """Return a line for each row: red if it is dead or missing, yellow if in doubt, or more than a version behind."""
+    from rich.table import Column, Table
+
+    columns = [Column(name, no_wrap=True, ratio=int(name == "error") or None) for name in _COLUMNS]
+    table = Table(*columns, box=None, header_style="dim", expand=True)
+    for row in rows:
+        row["since"] = row["sent_at"] and f"{time.time() - row['sent_at']:.0f} s"
+        if row["used"] is False:
+            row["error"] = row["error"] or "nothing has used its gate"
+        doubt = "yellow" if row["error"] or (row["behind"] or 0) > 1 else None
+        style = "bold red" if row["state"] in ("dead", "never connected") else doubt
+        table.add_row(*("–" if row[name] is None else str(row[name]) for name in _COLUMNS), style=style)
+    return table
+
+
+if __name__ == "__main__":
+    main()

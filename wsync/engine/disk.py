@@ -1,0 +1,191 @@
+"""Stock engines without a plugin: each version is a folder in the Hugging Face layout, which the engines load.
+
+    <folder>/v00000012-<trainer>/model.safetensors           or model-00001-of-00002.safetensors, …, and their index
+                                 config.json, …              copied from the model folder, if one is given
+                                 probe/model.safetensors     without weights: an engine that reads it sees the folder
+
+A folder has its name when all of it is written. It is deleted when each engine was told a newer one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from wsync.engine.client import EngineClient, EngineError, VersionSource
+from wsync.errors import LayoutMismatch, WeightSyncError
+from wsync.store.safetensors_file import header_of, tensors_of
+from wsync.update import Update
+from wsync.weights.layout import Layout
+from wsync.weights.tensors import describe
+
+_log = logging.getLogger(__name__)
+_FORMAT = {"format": "pt"}  # what transformers asks for
+_OF_VERSION = re.compile(r"v\d{8,}-[0-9a-f]{8}(\.unfinished)?")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")  # what is not copied of a model folder
+
+
+class VersionFolders:
+    """The versions of one trainer as folders, each written once for all engines.
+
+    ``root``: a folder of this model alone, which all engines see under the same path. ``model_folder``: of a model
+    with the same weights; its other files are copied beside each version. ``shard_bytes``: of tensors in one file.
+    """
+
+    def __init__(
+        self, root: str | os.PathLike[str], model_folder: str | os.PathLike[str] | None, shard_bytes: int = 5 << 30
+    ) -> None:
+        self._root = Path(os.path.abspath(os.path.expanduser(root)))
+        self._model_folder = None if model_folder is None else Path(model_folder).expanduser()
+        self._shard_bytes = shard_bytes
+        self._writer, self._newest = secrets.token_hex(4), 0
+        # By engine: the version that it was told last (0: of an earlier trainer), and the one that comes next.
+        self._read: dict[object, tuple[int, int]] = {}
+        self._lock = threading.Lock()  # guards these, and the folders
+
+    def check(self, layout: Layout) -> None:
+        """LayoutMismatch: these are not the weights of the model folder, or no weights of a safetensors file."""
+        header_of(layout, _order(layout))
+        if self._model_folder is None:
+            return
+        expected = dict[str, Any]()
+        for path in self._model_folder.glob("*.safetensors"):
+            with path.open("rb") as file:
+                expected |= msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")))
+        expected.pop("__metadata__", None)
+        tied = {layout.names[follower] for follower, _ in layout.ties}
+        shapes = {name: [*shape] for name, shape in zip(layout.names, layout.shapes, strict=True)}
+        shapes = {name: shape for name, shape in shapes.items() if name in expected or name not in tied}
+        wrong = [name for name in {**expected, **shapes} if shapes.get(name) != expected.get(name, {}).get("shape")]
+        if expected and wrong:
+            raise LayoutMismatch(f"these weights differ from those in {self._model_folder}: {describe(sorted(wrong))}")
+
+    def write(self, engine: object, update: Update) -> Path:
+        """Write a version for an engine, if that was not done; return its folder. WeightSyncError: that failed."""
+        with self._lock:
+            self._read[engine] = self._read[engine][0], update.version
+            folder = self._root / f"v{update.version:08d}-{self._writer}"
+            if not folder.exists():
+                unfinished = folder.with_name(f"{folder.name}.unfinished")
+                try:
+                    (unfinished / "probe").mkdir(parents=True)
+                    self._write_files(unfinished, update)
+                    unfinished.rename(folder)
+                except OSError as error:
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                    what = f"version {update.version} cannot be written to {self._root}"
+                    raise WeightSyncError(f"{what}: {error}") from error
+            self._newest = max(self._newest, update.version)
+            return folder
+
+    def _write_files(self, folder: Path, update: Update) -> None:
+        layout, shards, room = update.buffer.layout, list[list[int]](), 0
+        for index in _order(layout):
+            size = layout.byte_ranges[index][1]
+            if not shards or size > room:
+                shards.append([])
+                room = self._shard_bytes
+            shards[-1].append(index)
+            room -= size
+        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        for file, shard in zip(files if len(shards) > 1 else ["model.safetensors"], shards, strict=True):
+            with (folder / file).open("xb") as opened:
+                opened.writelines([header_of(layout, shard, _FORMAT), *tensors_of(update.buffer, shard)])
+        if len(shards) > 1:
+            where = {layout.names[index]: file for file, shard in zip(files, shards, strict=True) for index in shard}
+            size = sum(nbytes for _, nbytes in layout.byte_ranges)
+            content = {"metadata": {"total_size": size}, "weight_map": where}
+            (folder / "model.safetensors.index.json").write_bytes(msgspec.json.encode(content))
+        (folder / "probe" / "model.safetensors").write_bytes(header_of(layout, [], _FORMAT))
+        for path in () if self._model_folder is None else self._model_folder.iterdir():
+            if path.is_file() and not path.name.endswith(_WEIGHTS):
+                shutil.copyfile(path, folder / path.name)
+
+    def tell(self, engine: object, version: int) -> None:
+        """Note that an engine reads a version from now on, and none before; delete what no engine reads."""
+        with self._lock:
+            if version and engine not in self._read:
+                return  # it was disconnected meanwhile
+            self._read[engine] = version, version
+            kept = {f"v{one:08d}-{self._writer}" for read in self._read.values() for one in (*read, self._newest)}
+            writer = self._writer if any(told == 0 for told, _ in self._read.values()) else "????????"
+            for path in self._root.glob(f"v*-{writer}*"):
+                if _OF_VERSION.fullmatch(path.name) and path.name not in kept:
+                    try:
+                        shutil.rmtree(path)
+                    except OSError as error:  # the engines have the version all the same; the next one tries again
+                        _log.warning("an old version cannot be deleted: %s", error)
+
+    def forget(self, engine: object) -> None:
+        """An engine reads no more."""
+        with self._lock:
+            self._read.pop(engine, None)
+
+
+def _order(layout: Layout) -> Sequence[int]:
+    """Return all entries, the widest numbers first, so that each place is aligned.
+
+    Tied ones are written, too: on a CPU, vLLM's head has a packed copy, which is made anew only if it is loaded itself.
+    """
+    return sorted(range(len(layout.names)), key=lambda index: -layout.dtypes[index].itemsize)
+
+
+class DiskTransfer:
+    """The transfer ``"disk"`` to one vLLM server: its own ``reload_weights`` of a version's folder.
+
+    A reload that fails half-way leaves layers that wait for the rest, and would take it from the next version. So each
+    reload is preceded by one of a folder without weights, which ends what waits.
+    """
+
+    def __init__(self, client: EngineClient, source: VersionSource, folders: VersionFolders) -> None:
+        self._client, self._source, self._folders = client, source, folders
+        folders.check(source.layout)
+        self._ranks = client.get_world_size()
+        self._refusal = ""
+        folders.tell(self, 0)
+
+    def stage(self) -> None:
+        assert self._source.update is not None
+        self._client.phase = "write"
+        self._folder = self._folders.write(self, self._source.update)
+
+    def prepare(self) -> None:
+        """Find out whether the engine sees the folder, by a load of nothing that touches no layer."""
+        self._reload("prepare", self._folder / "probe", is_checkpoint_format=False)
+
+    def commit(self) -> None:
+        client, began = self._client, time.perf_counter()
+        self._folders.tell(self, client.version)
+        self._reload("update", self._folder / "probe")
+        self._reload("update", self._folder)
+        client.post("finish", "/update_weight_version", {"new_version": str(client.version)})
+        client.times = 0.0, time.perf_counter() - began
+
+    def abort(self) -> None:
+        """No layer was touched."""
+
+    def shutdown(self) -> None:
+        self._folders.forget(self)
+
+    def _reload(self, phase: str, folder: Path, **options: Any) -> None:
+        """Have all ranks load a folder. After a refusal vLLM takes a rank's answer for that to its next call."""
+        if self._refusal:
+            raise EngineError(f"its ranks have refused: start it again, then readmit() it. Before: {self._refusal}")
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(folder), **options}}
+        try:
+            self._client.post(phase, "/collective_rpc", call)
+        except EngineError as error:
+            if error.status and self._ranks > 1:
+                self._refusal = str(error)
+            hint = f" (does the engine see {folder}?)" if phase == "prepare" else ""
+            raise EngineError(f"{error}{hint}", error.kind, error.status) from error

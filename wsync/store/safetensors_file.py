@@ -1,0 +1,52 @@
+"""A safetensors file: what it begins with, and the order of its tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from wsync.errors import LayoutMismatch
+from wsync.weights.layout import Buffer, Layout
+from wsync.weights.tensors import raw_bytes
+
+_DTYPES = {  # by their names in safetensors files
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0"},
+    **{torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.bool: "BOOL"},
+    **{torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.complex64: "C64"},
+}
+
+
+def order_in_file(layout: Layout) -> list[int]:
+    """Return the entries that have a place in a file, the widest numbers first, so that each place is aligned."""
+    return sorted(layout.leaders, key=lambda index: -layout.dtypes[index].itemsize)
+
+
+def header_of(layout: Layout, entries: Sequence[int], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return what a safetensors file of these entries begins with; LayoutMismatch: it cannot have them.
+
+    8 bytes   length of the header, little-endian
+    header    JSON: {name: {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}, …}, and blanks
+    rest      the tensors
+    """
+    if layout.extra:
+        raise LayoutMismatch(f"extra state cannot be stored: {', '.join(sorted(layout.extra))}")
+    header, begin = dict[str, Any](__metadata__=metadata) if metadata else {}, 0
+    for index in entries:
+        name, dtype, end = layout.names[index], layout.dtypes[index], begin + layout.byte_ranges[index][1]
+        if dtype not in _DTYPES:
+            raise LayoutMismatch(f"'{name}' is {dtype}, which a safetensors file cannot have")
+        header[name] = {"dtype": _DTYPES[dtype], "shape": layout.shapes[index], "data_offsets": (begin, end)}
+        begin = end
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def tensors_of(buffer: Buffer, entries: Sequence[int]) -> list[memoryview]:
+    """Return the bytes of entries, as they follow the header."""
+    return [raw_bytes(buffer.views[index]).numpy().data for index in entries]
