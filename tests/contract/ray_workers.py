@@ -47,11 +47,9 @@ class Actor:
         self.state = WorkerState()
 
     def pid(self) -> int:
-        """Of its process."""
         return os.getpid()
 
     def execute(self, *command: Any) -> Any:
-        """Run a command."""
         return execute(self.state, *command)
 
 
@@ -64,7 +62,6 @@ class RayWorker(Worker):
         self.sentinel = -1
 
     def wait_until_started(self) -> None:
-        """Wait for the actor's process."""
         self.pid: int = ray.get(self.actor.pid.remote(), timeout=START_TIMEOUT)
         self.sentinel = os.pidfd_open(self.pid)
 
@@ -103,9 +100,8 @@ class RayWorkerPool(WorkerPool):
         return [*started]
 
     def close(self) -> None:
-        """End all workers; Ray ends those that have no reference."""
         super().close()
-        self._starting.clear()
+        self._starting.clear()  # Ray ends actors that have no reference
 
 
 class Ray(BuiltIn):

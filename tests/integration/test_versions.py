@@ -1,7 +1,5 @@
 """Versions of the policy on a collector and its frames, its counters, and a run that is resumed from its state."""
 
-import io
-
 import pytest
 import torch
 from small_models import policy_of
@@ -52,25 +50,18 @@ def test_next_returns_batches_and_then_none(cls):
         collector.next()
 
 
-def saved(state):
-    """The state by way of a file."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 @pytest.mark.parametrize(
     "cls", [*EVERY, *(pytest.param(cls, marks=pytest.mark.slow) for cls in (DistributedCollector, RPCCollector))]
 )
-def test_versions_and_weights_go_on_after_a_resume(cls):
+def test_versions_and_weights_go_on_after_a_resume(cls, tmp_path):
     with collect_with(cls, policy(1.0)) as first:
         for value in (2.0, 3.0, 4.0):
             first.update_policy_weights_(policy(value))
             first.next()
         fill(first.policy.module, 4.0)
-        state = saved(first.state_dict())
+        torch.save(first.state_dict(), tmp_path / "state")
         nn.init.constant_(first.policy.module.bias, 5.0)
+    state = torch.load(tmp_path / "state", weights_only=True)
     assert state["frames"] == 24 and state["policy_version"] == 4
     trained = policy(1.0)
     with collect_with(cls, trained) as second:
