@@ -18,6 +18,8 @@ UNPRIVILEGED_UID = 65534
 _PREAMBLE = struct.Struct("<6q")  # of gloo: size, operation, slot, offset, length, offset there
 _SEND_READY, _RECEIVE_READY = 2, 3
 _LISTENING = "0A"
+GREETINGS = [*(struct.pack("<q", number) for number in range(4)), b"\x01" + bytes(47)]
+"""What the first bytes of a connection may be: the first pairs of a gloo device, and a HELLO without the token."""
 
 
 def listening_ports() -> set[int]:
@@ -58,11 +60,6 @@ class Intruder:
         return bool(data)
 
 
-def greetings() -> list[bytes]:
-    """What the first bytes of a connection may be: the first pairs of a gloo device, and a HELLO without the token."""
-    return [*(struct.pack("<q", number) for number in range(4)), b"\x01" + bytes(47)]
-
-
 def attack(secret: bytes) -> dict[str, int | bool]:
     """Connect to all ports that open until the input ends.
 
@@ -75,7 +72,7 @@ def attack(secret: bytes) -> dict[str, int | bool]:
     while not select.select([sys.stdin], [], [], 0.0)[0]:
         for port in listening_ports() - known:
             known.add(port)
-            for greeting in greetings():
+            for greeting in GREETINGS:
                 try:
                     intruders.append(Intruder(port, greeting))
                     made += 1

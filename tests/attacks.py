@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 import wsync
+from wsync.testing.models import fill
 
 ATTACKER = Path(__file__).parent / "attacker.py"
 VALUE = 1234.5
@@ -27,40 +28,16 @@ SECRET = torch.full((16,), VALUE).numpy().tobytes()
 """Sixteen weights in a row."""
 
 
-class Attack:
-    """An attacker at work.
-
-    Attributes:
-        outcome: what it has got, once it has ended.
-    """
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(ATTACKER), SECRET.hex()], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "ready\n"
-        self.outcome: dict[str, Any] = {}
-
-    def end(self) -> None:
-        self.outcome = json.loads(self.process.communicate()[0])
-
-
 @contextmanager
-def attack() -> Iterator[Attack]:
-    attacker = Attack()
+def attack() -> Iterator[dict[str, Any]]:
+    """An attacker is at work; gives what it has got, once it has ended."""
+    outcome, pipe = dict[str, Any](), subprocess.PIPE
+    process = subprocess.Popen([sys.executable, str(ATTACKER), SECRET.hex()], stdin=pipe, stdout=pipe, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
     try:
-        yield attacker
+        yield outcome
     finally:
-        attacker.end()
-
-
-def model_of(value: float) -> nn.Linear:
-    model = nn.Linear(64, 64)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(value)
-    return model
+        outcome |= json.loads(process.communicate()[0])
 
 
 def follow(line: Any) -> None:
@@ -93,8 +70,8 @@ def line() -> Iterator[Any]:
 @pytest.mark.parametrize("options", [{}, {"shared_memory": False}, {"shared_memory": False, "inline_bytes": 0}])
 def test_a_process_that_connects_to_every_port_gets_no_weights(line: Any, options: dict[str, Any]) -> None:
     for _ in range(4):
-        with attack() as attacker, wsync.DistributedWeightSyncScheme(timeout=30.0, **options) as scheme:
-            scheme.init_on_sender("policy", model=model_of(VALUE), num_workers=1)
+        with attack() as got, wsync.DistributedWeightSyncScheme(timeout=30.0, **options) as scheme:
+            scheme.init_on_sender("policy", model=fill(nn.Linear(64, 64), VALUE), num_workers=1)
             time.sleep(0.3)  # the attacker has connected to the scheme's port
             line.send(scheme)
             try:
@@ -102,4 +79,4 @@ def test_a_process_that_connects_to_every_port_gets_no_weights(line: Any, option
                 assert line.recv() == VALUE
             except wsync.WeightSyncError:  # it was in a pair of gloo's
                 line.recv()
-        assert attacker.outcome["made"] >= 5 and not attacker.outcome["found"]
+        assert got["made"] >= 5 and not got["found"]

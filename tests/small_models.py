@@ -25,6 +25,21 @@ class Wide(nn.Linear):
         super().__init__(256, 64)
 
 
+class Scaled(nn.Module):
+    """Multiplies by one weight, from 1 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return self.weight * given
+
+
+def scaled(value: float) -> Scaled:
+    return fill(Scaled(), value)
+
+
 def linear(value: float) -> nn.Linear:
     """Two inputs and two outputs; all parameters have this value."""
     return fill(nn.Linear(2, 2), value)

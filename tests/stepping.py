@@ -1,4 +1,4 @@
-"""An environment that writes a byte into a pipe in each step, so that a test can wait until steps were taken."""
+"""Environments in which nothing happens; in each step of some, a byte goes into a pipe, for which a test can wait."""
 
 import os
 import select
@@ -11,22 +11,32 @@ from torch import nn
 STEPS = 8  # of a batch
 
 
-class Counted(gymnasium.Env):
-    """Writes a byte into a pipe in each step."""
+class Quiet(gymnasium.Env):
+    """Nothing happens."""
 
-    observation_space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
-    action_space = gymnasium.spaces.Discrete(2)
+    observation_space: gymnasium.Space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
+    action_space: gymnasium.Space = gymnasium.spaces.Discrete(2)
+
+    def _observe(self):
+        return np.zeros(self.observation_space.shape or (), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return self._observe(), {}
+
+    def step(self, action):
+        return self._observe(), 0.0, False, False, {}
+
+
+class Counted(Quiet):
+    """Writes a byte into a pipe in each step."""
 
     def __init__(self, path: str) -> None:
         self.pipe = os.open(path, os.O_WRONLY)
 
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return np.zeros(4, np.float32), {}
-
     def step(self, action):
         os.write(self.pipe, b"*")
-        return np.zeros(4, np.float32), 0.0, False, False, {}
+        return super().step(action)
 
     def close(self):
         os.close(self.pipe)

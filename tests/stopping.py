@@ -4,6 +4,8 @@ import os
 import select
 import subprocess
 import time
+from contextlib import suppress
+from pathlib import Path
 
 
 def has_ended(process: int, within: float) -> bool:
@@ -23,6 +25,16 @@ def ends(pid: int, within: float = 15.0) -> bool:
         return has_ended(descriptor, within)
     finally:
         os.close(descriptor)
+
+
+def descendants(pid: int, depth: int = 1) -> dict[int, int]:
+    """All processes that descend from ``pid``, and how far."""
+    found: dict[int, int] = {}
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(FileNotFoundError, ProcessLookupError):
+            for child in map(int, task.read_text().split()):
+                found |= {child: depth} | descendants(child, depth + 1)
+    return found
 
 
 def left_of(group: int, within: float = 10.0, kind: str = "pgid") -> list[str]:

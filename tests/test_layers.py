@@ -8,6 +8,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("wsync", "collectors", "learning")
 MOST_FLOORS = 8
@@ -57,16 +59,30 @@ def offences(paths: list[Path], *banned: str) -> list[str]:
 # --- packages ---
 
 
-def test_wsync_imports_nothing_of_the_rest() -> None:
-    assert not offences(files("wsync"), "collectors", "learning", "scripts", "train", "tests")
+RULES: dict[str, tuple[list[Path], tuple[str, ...]]] = {
+    "wsync imports nothing of the rest": (files("wsync"), ("collectors", "learning", "scripts", "train", "tests")),
+    "collectors do not know learning": (files("collectors"), ("learning", "scripts", "train", "tests")),
+    "no product imports tests or scripts": (product(), ("tests", "scripts")),
+    "only what shows or reads configs imports hydra": (
+        [path for path in product() if path.stem not in ("train", "config", "help", "resuming", "trained")],
+        ("hydra", "omegaconf"),
+    ),
+    "only ray files import ray": (
+        [path for path in product() if "ray" not in path.stem and path.stem != "rllib"],
+        ("ray",),
+    ),
+    "only the wandb logger imports wandb": ([one for one in product() if one.stem != "wandb_logger"], ("wandb",)),
+    "only integrations import torchrl, or integrations": (
+        [path for path in product() if path.parent.name != "integrations"],
+        ("torchrl", "wsync.integrations"),
+    ),
+}
 
 
-def test_collectors_do_not_know_learning() -> None:
-    assert not offences(files("collectors"), "learning", "scripts", "train", "tests")
-
-
-def test_products_do_not_import_tests_or_scripts() -> None:
-    assert not offences(product(), "tests", "scripts")
+@pytest.mark.parametrize("rule", RULES)
+def test_no_file_imports_what_it_may_not(rule: str) -> None:
+    paths, banned = RULES[rule]
+    assert paths and not offences(paths, *banned)
 
 
 def test_collectors_use_only_public_names_of_wsync() -> None:
@@ -81,35 +97,10 @@ def test_collectors_use_only_public_names_of_wsync() -> None:
     for path in files("collectors"):
         for name, line in imports(path):
             head, *rest = name.split(".")
-            if (
-                head == "wsync"
-                and rest
-                and rest[0] not in public
-                and not (path.name == "config.py" and "config" in rest)
-            ):
+            allowed = public | {"config"} if path.name == "config.py" else public
+            if head == "wsync" and rest and rest[0] not in allowed:
                 bad.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
     assert not bad
-
-
-def test_only_what_shows_or_reads_configs_imports_hydra() -> None:
-    names = {"train.py", "config.py", "help.py", "resuming.py", "trained.py"}
-    assert not offences([path for path in product() if path.name not in names], "hydra", "omegaconf")
-
-
-def test_only_ray_files_import_ray() -> None:
-    assert not offences([path for path in product() if "ray" not in path.stem and path.stem != "rllib"], "ray")
-
-
-def test_only_the_wandb_logger_imports_wandb() -> None:
-    assert not offences([path for path in product() if path.stem != "wandb_logger"], "wandb")
-
-
-def test_torchrl_is_no_part_of_the_product() -> None:
-    assert not offences([path for path in product() if path.parent.name != "integrations"], "torchrl")
-
-
-def test_only_integrations_import_integrations() -> None:
-    assert not offences([path for path in product() if path.parent.name != "integrations"], "wsync.integrations")
 
 
 def test_modules_that_fork_servers_preload_exist() -> None:

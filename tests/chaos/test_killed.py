@@ -1,4 +1,4 @@
-"""A worker is killed, at every moment of an update: the error names it at once, and the survivors have the update."""
+"""A worker is killed, at every moment of an update, or stopped: the error names it, and the others have the update."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from backends import BuiltIn
-from cells import VICTIM, Cell
+from cells import DEADLINE, VICTIM, Cell
 
 import wsync
-from wsync.testing import Session
+from wsync.testing import Session, commands
 from wsync.testing.commands import WorkerState
+from wsync.testing.hooks import TIMEOUT
 from wsync.testing.models import Small, make_large
 
 
@@ -132,3 +133,26 @@ def test_all_killed(cell: Cell, backend: BuiltIn) -> None:
             session.update(2)
         with pytest.raises(wsync.NotConnected, match=r"every worker has died.*readmit\(index, process\)"):
             session.send(3)
+
+
+def test_stopped_and_continued(cell: Cell, backend: BuiltIn) -> None:
+    """A worker is stopped (SIGSTOP). `wait_async` ends at its deadline, and names it and the cause; the others have
+    the update. When it continues (SIGCONT) it installs the newest version, and skips those before."""
+    with backend.connected() as session:
+        session.scheme.timeout = DEADLINE
+        session.workers[VICTIM].stop()
+        with cell.detects(wsync.SyncTimeout, "worker 1: did not answer before the deadline") as late:
+            session.update(2)
+        assert set(late.value.workers) == {VICTIM}
+        assert session.workers[0].call(commands.output)[0] == 2
+        for value in (3, 4, 5):
+            session.post(value)
+        session.scheme.timeout = TIMEOUT
+        session.post(6)
+        assert session.workers[0].call(commands.receive, 10.0) is not None
+        with cell.recovers():
+            session.workers[VICTIM].resume()
+            session.scheme.wait_async()
+            assert session.outputs() == [6, 6]
+        session.send(7)
+        assert session.outputs() == [7, 7]

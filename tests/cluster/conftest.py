@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import ray
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 
@@ -16,6 +17,12 @@ from ray_workers import start_cluster
 def cluster() -> None:
     """A cluster on this machine, unless there is one: the last test that needs Ray ends it (``tests/conftest.py``)."""
     start_cluster()
+
+
+@pytest.fixture(scope="module")
+def no_cluster() -> None:
+    """For the files whose tests start clusters of their own."""
+    ray.shutdown()
 
 
 @pytest.fixture(autouse=True)

@@ -17,13 +17,7 @@ from torch import nn
 
 import wsync
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_cluster() -> None:
-    """The tests of this file start clusters of their own."""
-    ray.shutdown()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_cluster")]
 
 
 @pytest.fixture(scope="module")
@@ -38,32 +32,23 @@ def cluster() -> Iterator[Cluster]:
     nodes.shutdown()
 
 
-def actors(count: int, *, restarts: int = 0, size: int = 2, door: str = "", **options: Any) -> list[Any]:
+def actors(count: int, *, restarts: int = 0) -> list[Any]:
     class Worker:
         """A user's actor; it knows nothing of wsync."""
 
-        def __init__(self, size: int = 2, door: str = "") -> None:
-            if os.path.exists(door):
-                with open(door, encoding="utf-8") as opened:
-                    opened.read()
-            self.nets = {"policy": nn.Linear(3, size)}
+        def __init__(self) -> None:
+            self.nets = {"policy": nn.Linear(3, 2)}
             self.broken = "no module"
 
         def act(self) -> list[float]:
             return self.nets["policy"](torch.zeros(3)).tolist()
 
-        def replace(self) -> None:
-            self.nets = {"before": self.nets["policy"], "policy": nn.Linear(3, 2)}
-
-        def ordinary(self) -> list[bool]:
-            return [type(net) is nn.Linear for net in self.nets.values()]
-
         def where(self) -> tuple[str, int, bool]:
             return ray.get_runtime_context().get_node_id(), os.getpid(), type(self.nets["policy"]) is nn.Linear
 
-    remote = ray.remote(Worker).options(num_cpus=1, max_restarts=restarts, **options)
-    made = [remote.remote(size, door) for _ in range(count)]
-    ray.get([actor.ordinary.remote() for actor in made], timeout=START_TIMEOUT)  # no timeout of a test is for imports
+    remote = ray.remote(Worker).options(num_cpus=1, max_restarts=restarts)
+    made = [remote.remote() for _ in range(count)]
+    ray.get([actor.where.remote() for actor in made], timeout=START_TIMEOUT)  # no timeout of a test is for imports
     return made
 
 

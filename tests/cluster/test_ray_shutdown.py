@@ -15,13 +15,7 @@ import wsync
 from collectors import GymEnv, RayModuleTransform
 from collectors.distributed import RayCollector
 
-pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_cluster() -> None:
-    """The tests of this file start clusters of their own."""
-    ray.shutdown()
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_cluster")]
 
 
 def actor() -> Any:

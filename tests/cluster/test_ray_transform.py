@@ -9,31 +9,22 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+from small_models import Scaled, scaled
+from stepping import policy
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
-from torch import Tensor, nn
+from torch import nn
 
 import wsync
 from collectors import Collector, GymEnv, MultiAsyncCollector, MultiSyncCollector, RayModuleTransform
 from collectors.distributed import DistributedCollector
 from collectors.environments.transforms import Key
+from wsync.testing.models import fill
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 REWARD: list[Key] = [("next", "reward")]
-
-
-class Scaled(nn.Module):
-    """Multiplies by one weight, from 1 on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, given: Tensor) -> Tensor:
-        return self.weight * given
 
 
 @pytest.fixture(scope="module")
@@ -58,28 +49,17 @@ def scheme_for(transform: RayModuleTransform, model: nn.Module) -> wsync.RayModu
 def test_an_update_is_seen_by_the_next_step(rewards: RayModuleTransform) -> None:
     env = GymEnv("CartPole-v1", 2, transforms=[rewards])
     copy = GymEnv("CartPole-v1", 2, transforms=[cloudpickle.loads(cloudpickle.dumps(rewards))])
-    ours = Scaled()
-    nn.init.constant_(ours.weight, 2.0)
+    ours = scaled(2.0)
     assert reward_of(env) == [1, 1]
     with scheme_for(rewards, ours) as scheme:
         assert reward_of(env) == [2, 2]  # the first weights came with connect
         for value in range(3, 20):
-            nn.init.constant_(ours.weight, float(value))
+            fill(ours, value)
             report = scheme.send()
             assert report is not None and report.workers == {0: scheme.version}
             assert scheme.version == value - 1
             assert reward_of(env) == reward_of(copy) == [value, value]
     assert reward_of(env) == [19, 19]  # the module keeps what it has
-
-
-def scaled(value: float) -> Scaled:
-    model = Scaled()
-    nn.init.constant_(model.weight, value)
-    return model
-
-
-def policy() -> TensorDictModule:
-    return TensorDictModule(nn.Linear(4, 2), in_keys=["observation"], out_keys=["action"])
 
 
 def collector_with(cls: Any, path: str, transforms: list[Any], **options: Any) -> Any:

@@ -17,10 +17,12 @@ import gymnasium
 import numpy as np
 import pytest
 import ray
+import stepping
 import torch
 from collecting import cartpole, check_calling_conventions, chosen, policy
 from ray_workers import START_TIMEOUT
-from stopping import ends
+from stepping import Quiet
+from stopping import descendants, ends
 from tensordict import TensorDict, TensorDictBase
 from torch import nn
 
@@ -35,7 +37,7 @@ from collectors.distributed import (
 )
 
 ROOT = Path(__file__).parents[2]
-for module in (sys.modules[__name__], collecting):
+for module in (sys.modules[__name__], collecting, stepping):
     cloudpickle.register_pickle_by_value(module)  # no worker has these files in its path
 
 FAMILIES = {"tcp": DistributedCollector, "rpc": RPCCollector, "ray": RayCollector}
@@ -52,27 +54,13 @@ def collect_with(family, *, workers=2, trained=None, env=cartpole, **options):
     return kind([env] * workers, policy() if trained is None else trained, **options)
 
 
-class Pids(gymnasium.Env):
-    """Observes the process that it is in, and raises when it is told to."""
+class Pids(Quiet):
+    """Observes the process that it is in."""
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (4,), np.float64)
-    action_space = gymnasium.spaces.Discrete(2)
-
-    def __init__(self, fails_after: int = 10**9) -> None:
-        self.left = fails_after
 
     def _observe(self):
         return np.full(4, os.getpid(), np.float64)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        return self._observe(), {}
-
-    def step(self, action):
-        self.left -= 1
-        if self.left < 0:
-            raise ArithmeticError("the cart fell off the table")
-        return self._observe(), 0.0, False, False, {}
 
 
 def pids_of(batch) -> set[int]:
@@ -269,31 +257,19 @@ def environment(**more) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), **more}
 
 
-def descendants(pid: int) -> set[int]:
-    found = set()
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found |= {child} | descendants(child)
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "family"),
-    [("is killed", "tcp"), ("forgets to shut down", "rpc"), ("is killed", "ray")],
+    ("how", "family"), [("is killed", "tcp"), ("forgets to shut down", "rpc"), ("is killed", "ray")]
 )
 def test_workers_end_with_a_trainer_that(how, family, tmp_path, short_path):
     end = "" if how != "is killed" else "for batch in collector: pass"
     with subprocess.Popen(
         [sys.executable, *script(tmp_path, family, workers=1 if family == "ray" else 2, end=end)],
-        env=environment(TMPDIR=short_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as trainer:
+        env=environment(TMPDIR=short_path), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as trainer:  # fmt: skip
         assert trainer.stdout is not None and trainer.stderr is not None
         assert [trainer.stdout.readline() for _ in range(2)] == ["versions [1]\n", "versions [2]\n"]
-        workers = descendants(trainer.pid) if how == "is killed" else set()
+        workers = descendants(trainer.pid) if how == "is killed" else {}
         commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in workers}
         if how == "is killed":
             trainer.kill()

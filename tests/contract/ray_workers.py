@@ -33,7 +33,8 @@ def start_cluster(address: str = "local") -> None:
     if address == "local":
         options |= {"num_cpus": 2, "include_dashboard": False}
     # Actors import the modules of tests. With a runtime_env they could not use the processes that Ray keeps ready.
-    folders = [os.environ.get("PYTHONPATH", ""), *(str(path) for path in Path(__file__).parents[1].iterdir())]
+    tests = Path(__file__).parents[1]
+    folders = [os.environ.get("PYTHONPATH", ""), str(tests), *map(str, tests.iterdir())]
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PYTHONPATH", os.pathsep.join(folders))
         ray.init(address, **options)
@@ -46,11 +47,9 @@ class Actor:
         self.state = WorkerState()
 
     def pid(self) -> int:
-        """Of its process."""
         return os.getpid()
 
     def execute(self, *command: Any) -> Any:
-        """Run a command."""
         return execute(self.state, *command)
 
 
@@ -63,7 +62,6 @@ class RayWorker(Worker):
         self.sentinel = -1
 
     def wait_until_started(self) -> None:
-        """Wait for the actor's process."""
         self.pid: int = ray.get(self.actor.pid.remote(), timeout=START_TIMEOUT)
         self.sentinel = os.pidfd_open(self.pid)
 
@@ -102,9 +100,8 @@ class RayWorkerPool(WorkerPool):
         return [*started]
 
     def close(self) -> None:
-        """End all workers; Ray ends those that have no reference."""
         super().close()
-        self._starting.clear()
+        self._starting.clear()  # Ray ends actors that have no reference
 
 
 class Ray(BuiltIn):

@@ -105,7 +105,6 @@ class RpcWorkerPool(WorkerPool):
 
     @contextmanager
     def group(self, count: int) -> Iterator[WorkerGroup]:
-        """Workers for one test; see ``WorkerPool.group``."""
         if self._store is None:
             self._open()
         self._idle += self.start_workers(max(0, count + SPARES - len(self._idle)))
@@ -121,7 +120,6 @@ class RpcWorkerPool(WorkerPool):
         self._lost_member = True
 
     def close(self) -> None:
-        """End all workers, and leave the group."""
         super().close()
         if self._store is not None:
             rpc.shutdown(graceful=False)

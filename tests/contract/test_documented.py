@@ -23,16 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import wsync
 from wsync.testing import WorkerPool, commands
 from wsync.testing.commands import WorkerState
+from wsync.testing.hooks import TIMEOUT
 from wsync.testing.models import Small, fill
 
 REQUIRED = inspect.Parameter.empty
-TIMEOUT = 60.0
-"""Seconds for what takes milliseconds."""
-
-
-def threads(state: WorkerState) -> int:
-    """How many threads of wsync this worker has."""
-    return len(commands.wsync_threads())
 
 
 def properties(state: WorkerState, model_id: str) -> dict[str, Any]:
@@ -55,10 +49,10 @@ def initialise_with(state: WorkerState, scheme: wsync.WeightSyncScheme, worker_i
     """``init_on_receiver`` with a context; the model keeps its weights."""
     state.schemes["policy"], state.models["policy"] = scheme, fill(Small(), 8)
     context = SimpleNamespace(policy=state.models["policy"])
-    before = threads(state)
+    before = commands.wsync_threads()
     scheme.init_on_receiver(model_id="policy", context=context, worker_idx=worker_idx)
     assert scheme.context is context and scheme.model is context.policy
-    assert threads(state) == before and state.models["policy"]().tolist() == [8.0] * 4
+    assert commands.wsync_threads() == before and state.models["policy"]().tolist() == [8.0] * 4
     return {"version": scheme.version, "model_id": scheme.model_id, "worker_idx": scheme.worker_idx}
 
 
@@ -71,10 +65,7 @@ def apply(state: WorkerState, value: float, inplace: bool) -> list[float]:
 @pytest.mark.parametrize(
     ("make", "documented"),
     [
-        (
-            wsync.SharedMemWeightSyncScheme,
-            {"policy_weights": None, "strategy": "tensordict", "auto_register": True},
-        ),
+        (wsync.SharedMemWeightSyncScheme, {"policy_weights": None, "strategy": "tensordict", "auto_register": True}),
         (wsync.MultiProcessWeightSyncScheme, {"strategy": "tensordict", "sync": True}),
         (wsync.WeightSyncScheme.send, {"weights": None, "worker_ids": None}),
         (wsync.WeightSyncScheme.send_async, {"weights": None, "worker_ids": None}),
@@ -189,15 +180,6 @@ def test_weights_are_applied_at_either_end_without_a_send(backend: BuiltIn, inpl
         assert (session.model.weight.data_ptr() == memory) is inplace
         session.send(4)
         assert session.outputs() == [4, 4]
-
-
-def test_a_background_thread_receives_from_connect_to_shutdown(backend: BuiltIn) -> None:
-    with backend.connected(1) as session:
-        assert session.workers[0].call(threads) > 0
-        session.update(2)  # the worker makes no call for it
-        assert session.outputs() == [2]
-        assert session.workers[0].call(commands.shutdown) == []
-        assert session.outputs() == [2]  # the model keeps its weights
 
 
 def test_bound_workers_read_one_memory(pool: WorkerPool) -> None:

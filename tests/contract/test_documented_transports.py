@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 from typing import Any
 
-import pytest
 import torch
 from backends import BuiltIn
 from tensordict import TensorDict
@@ -41,20 +40,6 @@ def test_a_transport_of_a_scheme_returns_none_at_its_timeout(backend: BuiltIn) -
             transport.setup_connection_and_weights_on_sender()  # it is connected
             transport.send_weights(fill(Small(), value))
             assert session.workers[0].result() == (value, value, dict)
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("shared_mem", wsync.SharedMemTransport),
-        ("distributed", wsync.DistributedTransport),
-        ("rpc", wsync.RPCTransport),
-        ("ray", wsync.RayTransport),
-    ],
-)
-def test_transports_of_schemes_have_their_documented_classes(name: str, kind: type[Any]) -> None:
-    with wsync.WeightSyncScheme.from_backend(name) as scheme:
-        assert isinstance(scheme.create_transport(), kind)
 
 
 def test_a_transport_keeps_no_model_and_no_strategy() -> None:

@@ -37,11 +37,9 @@ class FailingTransport(FileTransport):
         super().send_weights(weights)
 
 
-class Raising:
+def raising() -> None:
     """In place of ``close``."""
-
-    def __call__(self) -> None:
-        raise RuntimeError("close failed")
+    raise RuntimeError("close failed")
 
 
 class FailingScheme(FileScheme):
@@ -94,7 +92,7 @@ class TestFailingTransports(BackendHooks):
     def test_a_transport_whose_close_raises_hides_no_death_and_stops_no_shutdown(self) -> None:
         with self.connected(3) as session:
             scheme: Any = session.scheme
-            scheme.transports[0].close = scheme.transports[1].close = Raising()
+            scheme.transports[0].close = scheme.transports[1].close = raising
             session.workers[0].kill()
             with pytest.raises(wsync.WorkerDied, match="worker 0"):
                 session.send(2)

@@ -39,9 +39,6 @@ def test_forked_workers(backend: BuiltIn) -> None:
     pool.close()
 
 
-_inherited: Any = None
-
-
 @contextmanager
 def forked(function: Callable[[], Any] = lambda: None) -> Iterator[None]:
     """A forked child that has called ``function``, and lives."""

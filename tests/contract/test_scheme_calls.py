@@ -223,13 +223,6 @@ def test_a_report_accounts_for_every_worker_and_for_all_of_the_time(backend: Bui
             assert sum(report.phases.values()) == pytest.approx(report.seconds, rel=0.0, abs=1e-9), report
 
 
-def test_updates_reach_all_workers_after_a_transaction_with_one(backend: BuiltIn) -> None:
-    with backend.connected() as session, backend.join(session.workers, model_id="critic") as critic:
-        wsync.synchronize({session.scheme: fill(Small(), 2), critic.scheme: fill(Small(), 3)}, worker_ids=0)
-        session.send(4)
-        assert session.outputs() == [4, 4]
-
-
 def test_a_successor_gets_the_weights_of_its_predecessor(backend: BuiltIn) -> None:
     """Not those that another worker was sent since."""
     with backend.connected(init={"params_map": {0: fill(Small(), 1), 1: fill(Small(), 2)}}) as session:

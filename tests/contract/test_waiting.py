@@ -7,9 +7,8 @@ from backends import BuiltIn
 
 import wsync
 from wsync.testing import commands
+from wsync.testing.hooks import TIMEOUT
 from wsync.testing.models import Small, WithExtraState, digest, fill
-
-TIMEOUT = 60.0
 
 
 def test_an_error_is_raised_by_a_later_wait(backend: BuiltIn) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 
 import pytest
 import torch
@@ -108,24 +109,13 @@ def values_of_copies(state: WorkerState, count: int) -> list[list[float]]:
 
 
 def test_received_weights_are_copied_from_one_version(pool: WorkerPool, backend: BuiltIn) -> None:
-    with backend.connected(1, many_values) as session:
-        session.workers[0].start(values_of_copies, 30)
-        done = threading.Event()
-
-        def send() -> None:
-            models = [fill(many_values(), value) for value in range(4)]
-            while not done.is_set():
-                for model in models:
-                    session.scheme.send(model)
-
-        trainer = threading.Thread(target=send)
-        trainer.start()
-        try:
-            values = session.workers[0].result()
-            assert len(values) == 30 and all(value in ([0.0], [1.0], [2.0], [3.0]) for value in values)
-        finally:
-            done.set()
-            trainer.join()
+    models = cycle([fill(many_values(), value) for value in range(4)])
+    with backend.connected(1, many_values) as session, ThreadPoolExecutor(1) as executor:
+        copying = executor.submit(session.workers[0].call, values_of_copies, 30)
+        while not copying.done():
+            session.scheme.send(next(models))
+        values = copying.result()
+        assert len(values) == 30 and all(value in ([0.0], [1.0], [2.0], [3.0]) for value in values)
 
 
 def test_an_update_without_extra_state_leaves_each_worker_its_own(backend: BuiltIn) -> None:

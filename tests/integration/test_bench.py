@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from programs import run_program
-from stopping import ends
+from stopping import descendants, ends
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import bench_sync
@@ -71,11 +71,8 @@ def test_an_edition_that_is_slower_is_found():
 def test_an_interrupt_leaves_no_process(tmp_path):
     process = subprocess.Popen(
         [sys.executable, str(SCRIPT), *options(tmp_path, "backends=[distributed]", "kind=send", "rounds=1000000")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
     deadline, found = time.monotonic() + 200, descendants(process.pid)
     while max(found.values(), default=0) < 4:  # fork server, side, its fork server, worker
         assert time.monotonic() < deadline
@@ -88,13 +85,3 @@ def test_an_interrupt_leaves_no_process(tmp_path):
     assert process.returncode == 130, output + errors
     assert not [pid for pid in found if not ends(pid)]
     assert (tmp_path / "results.json").exists()
-
-
-def descendants(pid: int, depth: int = 1) -> dict[int, int]:
-    """All processes that descend from ``pid``, and how far."""
-    found: dict[int, int] = {}
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(FileNotFoundError, ProcessLookupError):
-            for child in map(int, task.read_text().split()):
-                found |= {child: depth} | descendants(child, depth + 1)
-    return found

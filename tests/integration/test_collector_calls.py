@@ -15,21 +15,12 @@ from collectors.distributed import DistributedCollector, RayCollector, RPCCollec
 from learning import make_policy
 
 ALL = [
-    Collector,
-    MultiCollector,
-    MultiSyncCollector,
-    MultiAsyncCollector,
-    DistributedCollector,
-    RPCCollector,
-    RayCollector,
+    *(Collector, MultiCollector, MultiSyncCollector, MultiAsyncCollector),
+    *(DistributedCollector, RPCCollector, RayCollector),
 ]
 EVERYWHERE = {
-    "create_env_fn",
-    "policy",
-    "frames_per_batch",
-    "total_frames",
-    "weight_sync_schemes",
-    "max_frames_per_traj",
+    *("create_env_fn", "policy", "frames_per_batch", "total_frames"),
+    *("weight_sync_schemes", "max_frames_per_traj"),
 }
 
 

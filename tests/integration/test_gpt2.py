@@ -14,8 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("carrier", "precision"),
-    [("shared_mem", "int8"), ("store", "int8"), ("http", "bfloat16"), ("ray", "bfloat16")],
+    ("carrier", "precision"), [("shared_mem", "int8"), ("store", "int8"), ("http", "bfloat16"), ("ray", "bfloat16")]
 )
 def test_an_engine_of_another_class(carrier: str, precision: str, tmp_path: Path) -> None:
     """The example compares the logits of each version, which a generating process has made, with a reference's."""

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import uvicorn
+from asgi_server import serve
 
 import wsync
 from wsync.testing.models import Small
@@ -34,26 +32,12 @@ def test_nothing_is_read_before_the_token() -> None:
             assert sent[-2]["status"] == 401
 
 
-@contextmanager
-def serve_by_uvicorn(app: Any) -> Iterator[str]:
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            threading.Event().wait(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
 def test_uvicorn_serves_it() -> None:
     """No thread of the application is left when the server has ended."""
     before = {*threading.enumerate()}
     loaded = dict[str, torch.Tensor]()
     app = wsync.engine_app(load=lambda pairs: loaded.update({n: t.clone() for n, t in pairs}), token="t")
-    with serve_by_uvicorn(app) as url:
+    with serve(app, lifespan="auto", timeout_graceful_shutdown=None) as url:
         with wsync.HTTPWeightSyncScheme(url, token="t") as scheme:
             model = torch.nn.Linear(1000, 1000)
             scheme.init_on_sender("policy", model=model)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
-import uvicorn
+from asgi_server import serve
 from http_engines import TOKEN, trainer
 
 import wsync
@@ -33,20 +31,10 @@ def certificate(tmp_path: Path) -> Path:
 
 def test_only_a_trusted_engine_is_sent_anything(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = Small()
-    config = uvicorn.Config(
-        wsync.engine_app(target, token=TOKEN), log_level="critical", ssl_certfile=certificate, ssl_keyfile=certificate
-    )
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, args=([listening],))
-        thread.start()
-        url = f"https://127.0.0.1:{listening.getsockname()[1]}"
-        try:
-            with pytest.raises(wsync.SyncTimeout, match=r"(?i)certificate"), trainer(url, timeout=3.0):
-                pass
-            monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-            with trainer(url):
-                assert target()[0] == 1
-        finally:
-            server.should_exit = True
-            thread.join()
+    with serve(wsync.engine_app(target, token=TOKEN), ssl_certfile=certificate, ssl_keyfile=certificate) as served:
+        url = served.replace("http:", "https:")
+        with pytest.raises(wsync.SyncTimeout, match=r"(?i)certificate"), trainer(url, timeout=3.0):
+            pass
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        with trainer(url):
+            assert target()[0] == 1

@@ -1,31 +1,13 @@
 """A model id is a path in the collector, in its policy or in its environment; a miss says what there is."""
 
 import pytest
-import torch
+from small_models import Scaled, scaled
 from stepping import policy
-from torch import nn
 
 import wsync
 from collectors import Collector, GymEnv, ModuleTransform, MultiAsyncCollector, MultiSyncCollector
 
 REWARD = [("next", "reward")]
-
-
-class Scaled(nn.Module):
-    """Multiplies by one weight, from 1 on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-
-    def forward(self, given):
-        return self.weight * given
-
-
-def scaled(value: float) -> Scaled:
-    model = Scaled()
-    nn.init.constant_(model.weight, value)
-    return model
 
 
 def cartpole():

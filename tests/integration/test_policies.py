@@ -6,11 +6,7 @@ from collecting import Scores, cartpole, chosen, policy
 from tensordict import TensorDict
 
 import wsync
-from collectors import (
-    Collector,
-    MultiAsyncCollector,
-    MultiSyncCollector,
-)
+from collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from collectors.distributed import DistributedCollector, RPCCollector
 
 EVERY = [Collector, MultiSyncCollector, MultiAsyncCollector]

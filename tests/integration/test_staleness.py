@@ -9,17 +9,13 @@ from stepping import STEPS, Counted, Held, policy, wait_for
 from collectors import Collector, MultiAsyncCollector, MultiSyncCollector
 from collectors.distributed import DistributedCollector, RPCCollector
 
-FAMILIES = {
-    "processes": (MultiAsyncCollector, {}),
-    "tcp": (DistributedCollector, {"sync": False}),
-    "rpc": (RPCCollector, {"sync": False}),
-}
 
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_batches_that_are_too_old_are_dropped_and_their_worker_collects_others(family, steps):
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [(MultiAsyncCollector, {}), (DistributedCollector, {"sync": False}), (RPCCollector, {"sync": False})],
+)
+def test_batches_that_are_too_old_are_dropped_and_their_worker_collects_others(cls, options, steps):
     path, reading = steps
-    cls, options = FAMILIES[family]
     given = {"frames_per_batch": STEPS, "run_ahead": 1, "max_staleness": 1, **options}
     with cls([lambda: Counted(path)], policy(), **given) as collector:
         next(collector)

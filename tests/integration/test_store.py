@@ -43,10 +43,6 @@ def wait_for(state: WorkerState, version: int) -> list[float]:
     return commands.output(state)
 
 
-def pull(state: WorkerState) -> int:
-    return state.schemes["policy"].pull(30.0)
-
-
 def test_every_version_arrives(tmp_path: Path, pool: WorkerPool) -> None:
     with trainer(tmp_path) as scheme, pool.group(2) as workers:
         workers.call(read, str(tmp_path))

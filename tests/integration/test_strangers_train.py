@@ -8,11 +8,10 @@ import signal
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 from programs import run_program
-from test_train import ROOT, command, environment, summary
+from test_train import ROOT, command, environment, started, summary
 
 QUICK = ("total_frames=512", "num_workers=1")
 
@@ -27,14 +26,10 @@ def test_57_9_output_is_no_reason_to_stop(encoding: str, output: str, tmp_path: 
 
 
 def test_57_10_and_16_signals_to_the_process_group_and_a_resume_in_another_folder(tmp_path: Path) -> None:
-    more = ("total_frames=100_000_000", "stop_when_solved=false", "collector.on_worker_failure=restart")
-    options: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
-    first = tmp_path / "first"
-    process = subprocess.Popen(command(first, *more), start_new_session=True, **options)
-    assert process.stdout is not None and any(line.startswith("frames ") for line in process.stdout)
+    process = started(first := tmp_path / "first", "collector.on_worker_failure=restart", cwd=tmp_path)
     os.killpg(process.pid, signal.SIGUSR1)
     while not (first / "checkpoint.pt").exists():
-        assert process.poll() is None and process.stdout.readline()
+        assert process.poll() is None and process.stdout is not None and process.stdout.readline()
     for _ in range(2):
         os.killpg(process.pid, signal.SIGTERM)
     out, err = process.communicate(timeout=250)
@@ -43,7 +38,7 @@ def test_57_10_and_16_signals_to_the_process_group_and_a_resume_in_another_folde
     told = summary(first)
     assert (told["status"], told["worker_failures"]) == ("interrupted", {})
     again = command(tmp_path / "again", "resume=first", "hydra.job.chdir=true", f"total_frames={told['frames'] + 1}")
-    done = subprocess.run(again, timeout=250, **options)
+    done = subprocess.run(again, timeout=250, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert summary(tmp_path / "again")["resumed_from"]["frames"] == told["frames"]
 

@@ -24,13 +24,6 @@ def run(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return run_program(ROOT / "train.py", *SHORT, *overrides, folder=folder)
 
 
-def run_in_an_interpreter(folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *SHORT, *overrides],
-        capture_output=True, text=True, timeout=380, cwd=folder, check=False,
-    )  # fmt: skip
-
-
 def test_the_objective_is_an_entry_of_the_summary() -> None:
     summary = {"frames": 5, "episode_return_mean_100": None, "env": "CartPole-v1", "weight_sync": {"bytes": 64}}
     assert objective_of(summary, "frames") == 5.0
@@ -70,8 +63,11 @@ def test_a_launcher_runs_jobs_and_the_sweep_is_reported(
     tmp_path: Path, plugin: str, package: str, settings: list[str]
 ) -> None:
     pytest.importorskip(f"hydra_plugins.hydra_{plugin}_launcher", reason=f"needs pip install {package}")
-    where = f"hydra.sweep.dir={tmp_path}/sweep"
-    done = run_in_an_interpreter(tmp_path, *settings, "seed=0,1", where, "-m")
+    sweep = ["seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep", "-m"]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), *SHORT, *settings, *sweep],
+        capture_output=True, text=True, timeout=380, cwd=tmp_path, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("sweep/*/summary.json"))]
     assert [(one["seed"], one["status"]) for one in told] == [(0, "finished"), (1, "finished")]
@@ -109,8 +105,7 @@ def test_optuna_is_given_the_objective(tmp_path: Path) -> None:
     direction = ["hydra.sweeper.direction=maximize", "algorithm.lr=interval(1e-4,1e-2)"]
     done = run(tmp_path, *sweeper, *direction, f"hydra.sweep.dir={tmp_path}/sweep", "-m")
     assert done.returncode == 0, done.stderr
-    returns = [
-        json.loads(path.read_text())["episode_return_mean_100"] for path in tmp_path.glob("sweep/*/summary.json")
-    ]
+    told = [json.loads(path.read_text()) for path in tmp_path.glob("sweep/*/summary.json")]
+    returns = [one["episode_return_mean_100"] for one in told]
     assert len(returns) == 2
     assert f"best_value: {max(returns)}" in (tmp_path / "sweep" / "optimization_results.yaml").read_text()

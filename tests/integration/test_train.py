@@ -41,6 +41,17 @@ def run(folder: Path, *overrides: str, **more: str) -> subprocess.CompletedProce
     return run_program(ROOT / "train.py", *options, folder=folder, **more)
 
 
+def started(folder: Path, *overrides: str, cwd: Path = ROOT, **more: str) -> subprocess.Popen[str]:
+    """A run without an end, in a session of its own, that has told of its first frames."""
+    endless = ("total_frames=100_000_000", "stop_when_solved=false")
+    process = subprocess.Popen(
+        command(folder, *endless, *overrides), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True, cwd=cwd, env=environment(**more),
+    )  # fmt: skip
+    assert process.stdout is not None and any(line.startswith("frames ") for line in process.stdout)
+    return process
+
+
 def summary(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "summary.json").read_text())
 
@@ -53,13 +64,8 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
     """A sweep of short runs, one with each of some backends: the run's folder, and what it printed."""
     sweep, schemes = tmp_path_factory.mktemp("sweep"), ["shared_mem", "multiprocess", "none"]
-    options = [
-        "total_frames=1024",
-        "seed=3",
-        "algorithm.lr=1e-3",
-        "env.id=gymnasium:CartPole-v1",
-        f"hydra.sweep.dir={sweep}",
-    ]
+    options = ["total_frames=1024", "seed=3", "algorithm.lr=1e-3", "env.id=gymnasium:CartPole-v1"]
+    options += [f"hydra.sweep.dir={sweep}"]
     done = run(sweep, f"weight_sync={','.join(schemes)}", *options, "-m")
     assert done.returncode == 0, done.stderr
     folders = sorted(path.parent for path in sweep.glob("*/summary.json"))
@@ -154,10 +160,18 @@ def test_a_learner_on_a_gpu(options: list[str], tmp_path: Path) -> None:
         assert summary(tmp_path / device)["frames"] >= 3072
 
 
-@pytest.mark.parametrize("device", ["nonsense", pytest.param("cuda:99", marks=pytest.mark.slow)])
-def test_a_device_that_is_not_there_is_refused(device: str, tmp_path: Path) -> None:
-    refused = run(tmp_path, f"device={device}")
-    assert refused.returncode == 1 and refused.stderr.startswith(f"train.py: device={device}: ")
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("device=nonsense", ""),
+        pytest.param("device=cuda:99", "", marks=pytest.mark.slow),
+        ("weight_sync=sharedmem", "there is no such option; did you mean 'shared_mem'?; "),
+    ],
+)
+def test_what_is_not_there_is_refused_in_one_line(override: str, said: str, tmp_path: Path) -> None:
+    refused = run(tmp_path, override)
+    (line,) = refused.stderr.splitlines()
+    assert (refused.returncode, refused.stdout) == (1, "") and line.startswith(f"train.py: {override}: {said}")
 
 
 def test_a_trained_policy_is_loaded(runs: dict[str, tuple[Path, str]], tmp_path: Path) -> None:
@@ -226,15 +240,7 @@ def test_cartpole_is_solved(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # for SIGHUP and SIGTERM: tests/unit/test_stop.py
 def test_ctrl_c_stops_it_cleanly(tmp_path: Path, long_path: Path) -> None:
-    process = subprocess.Popen(
-        command(tmp_path, "total_frames=100_000_000", "stop_when_solved=false"),
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, cwd=ROOT,
-        env=environment(TMPDIR=str(long_path)),
-    )  # fmt: skip
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("frames "):
-            break
+    process = started(tmp_path, TMPDIR=str(long_path))
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=250)
     assert process.returncode == 130, err
@@ -249,12 +255,7 @@ def test_ctrl_c_stops_it_cleanly(tmp_path: Path, long_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_ends_at_a_second_ctrl_c_leaves_no_temporary_folder(tmp_path: Path, short_path: Path) -> None:
-    process = subprocess.Popen(
-        command(tmp_path, "total_frames=100_000_000", "stop_when_solved=false"),
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True,
-        env=environment(TMPDIR=str(short_path)),
-    )  # fmt: skip
-    assert process.stdout is not None and any(line.startswith("frames ") for line in process.stdout)
+    process = started(tmp_path, TMPDIR=str(short_path))
     for _ in range(2):
         process.send_signal(signal.SIGINT)
     process.communicate(timeout=250)
@@ -290,26 +291,15 @@ def test_divergence_is_reported_in_one_line(tmp_path: Path) -> None:
     assert (told["status"], told["weight_sync"]["updates"], told["weight_sync"]["version"]) == ("failed", 0, 1)
 
 
-def test_an_error_in_the_command_line_is_one_line(tmp_path: Path) -> None:
-    done = run(tmp_path, "weight_sync=sharedmem")
-    (line,) = done.stderr.splitlines()
-    assert (done.returncode, done.stdout) == (1, "")
-    assert line.startswith("train.py: weight_sync=sharedmem: there is no such option; did you mean 'shared_mem'?; ")
-
-
-def limited(folder: Path, size: int, *overrides: str) -> subprocess.CompletedProcess[str]:
-    """A run for which the kernel refuses files beyond `size` as it refuses those for which there is no room."""
-    return subprocess.run(
-        ["prlimit", f"--fsize={size}", *command(folder, *overrides)],
-        capture_output=True, text=True, timeout=250, cwd=folder, check=False,
-        env=environment(PYTHONDONTWRITEBYTECODE="1"),  # Python would keep compiled modules that were cut off
-    )  # fmt: skip
-
-
 @pytest.mark.slow
 def test_a_full_disk_is_an_error_in_one_line_that_names_the_file(tmp_path: Path) -> None:
+    """The kernel refuses files beyond a size as it refuses those for which there is no room."""
     often = ["frames_per_batch=32", "total_frames=100_000", "policy.hidden=[8]", "algorithm.epochs=1"]
-    done = limited(tmp_path, 100_000, *often)
+    done = subprocess.run(
+        ["prlimit", "--fsize=100000", *command(tmp_path, *often)],
+        capture_output=True, text=True, timeout=250, cwd=tmp_path, check=False,
+        env=environment(PYTHONDONTWRITEBYTECODE="1"),  # Python would keep compiled modules that were cut off
+    )  # fmt: skip
     assert (done.returncode, done.stderr) == (
         1, f"train.py: {tmp_path}/metrics.jsonl could not be written: File too large\n"
     )  # fmt: skip

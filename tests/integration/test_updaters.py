@@ -25,11 +25,8 @@ from collectors.distributed import DistributedWeightUpdater, RPCWeightUpdater
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the older API:DeprecationWarning")
 policy = partial(collecting.policy, critic=False)
 READY_MADE = [
-    VanillaWeightUpdater,
-    MultiProcessedWeightUpdater,
-    RayWeightUpdater,
-    RPCWeightUpdater,
-    DistributedWeightUpdater,
+    *(VanillaWeightUpdater, MultiProcessedWeightUpdater, RayWeightUpdater),
+    *(RPCWeightUpdater, DistributedWeightUpdater),
 ]
 
 

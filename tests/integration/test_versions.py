@@ -1,23 +1,21 @@
 """Versions of the policy on a collector and its frames, its counters, and a run that is resumed from its state."""
 
-import io
-
 import pytest
 import torch
+from small_models import policy_of
+from stepping import Quiet
 from tensordict.nn import TensorDictModule
 from torch import nn
 
 from collectors import Collector, GymEnv, MultiAsyncCollector, MultiSyncCollector
 from collectors.distributed import DistributedCollector, RPCCollector
+from wsync.testing.models import fill
 
 EVERY = [Collector, MultiSyncCollector, MultiAsyncCollector]
 
 
 def policy(value: float = 0.0) -> TensorDictModule:
-    model = nn.Linear(4, 2)
-    nn.init.constant_(model.weight, value)
-    nn.init.constant_(model.bias, value)
-    return TensorDictModule(model, in_keys=["observation"], out_keys=["action"])
+    return TensorDictModule(policy_of(value), in_keys=["observation"], out_keys=["action"])
 
 
 def value_of(batch) -> float:
@@ -26,36 +24,9 @@ def value_of(batch) -> float:
     return value
 
 
-class Still(GymEnv):
-    """CartPole's shapes; every observation is 0."""
-
-    def __init__(self, num_envs: int = 2):
-        super().__init__("CartPole-v1", num_envs)
-        self.stepper.driver = Zeros(self.stepper.driver)
-
-
-class Zeros:
-    def __init__(self, driver):
-        self.driver = driver
-
-    def __getattr__(self, name):
-        return getattr(vars(self)["driver"], name)
-
-    def reset(self, seed):
-        return 0 * self.driver.reset(seed)
-
-    def step(self, action):
-        successor, *rest = self.driver.step(action)
-        return 0 * successor, *rest
-
-    def reset_rows(self, mask):
-        return 0 * self.driver.reset_rows(mask)
-
-
-def collect_with(cls, trained=None, *, make=Still, **options):
-    options.setdefault("frames_per_batch", 8)
-    makers = [make] * (1 if cls is Collector else 2)
-    return cls(makers, policy() if trained is None else trained, **options)
+def collect_with(cls, trained=None, **options):
+    makers = [lambda: GymEnv(Quiet, 2)] * (1 if cls is Collector else 2)
+    return cls(makers, policy() if trained is None else trained, frames_per_batch=8, **options)
 
 
 @pytest.mark.parametrize("cls", [*EVERY, DistributedCollector])
@@ -79,26 +50,18 @@ def test_next_returns_batches_and_then_none(cls):
         collector.next()
 
 
-def saved(state):
-    """The state by way of a file."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
 @pytest.mark.parametrize(
     "cls", [*EVERY, *(pytest.param(cls, marks=pytest.mark.slow) for cls in (DistributedCollector, RPCCollector))]
 )
-def test_versions_and_weights_go_on_after_a_resume(cls):
+def test_versions_and_weights_go_on_after_a_resume(cls, tmp_path):
     with collect_with(cls, policy(1.0)) as first:
         for value in (2.0, 3.0, 4.0):
             first.update_policy_weights_(policy(value))
             first.next()
-        nn.init.constant_(first.policy.module.weight, 4.0)
-        nn.init.constant_(first.policy.module.bias, 4.0)
-        state = saved(first.state_dict())
+        fill(first.policy.module, 4.0)
+        torch.save(first.state_dict(), tmp_path / "state")
         nn.init.constant_(first.policy.module.bias, 5.0)
+    state = torch.load(tmp_path / "state", weights_only=True)
     assert state["frames"] == 24 and state["policy_version"] == 4
     trained = policy(1.0)
     with collect_with(cls, trained) as second:

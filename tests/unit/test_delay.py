@@ -27,11 +27,6 @@ def test_weights_are_handed_on_a_number_of_updates_late() -> None:
     assert sent == [None, None, None, 0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-def test_without_a_delay_the_policy_itself_is_sent() -> None:
-    delay, model = WeightDelay(), nn.Linear(1, 1)
-    assert delay.exchange(model) is model and len(delay) == 0
-
-
 class Rows(Reporter):
     """Keeps the rows."""
 
@@ -83,11 +78,8 @@ def test_a_resumed_run_keeps_the_delay(then: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     env, reporter, versions = GymEnv("CartPole-v1"), Rows(), []
     for batches, late in ((4, 2), (8, then)):
-        learner, scheme = (
-            Recorded(make_policy(4, env.action_spec), make_critic(4), lr=1e-2),
-            SharedMemWeightSyncScheme(),
-        )
-        delay = WeightDelay(late)
+        learner = Recorded(make_policy(4, env.action_spec), make_critic(4), lr=1e-2)
+        scheme, delay = SharedMemWeightSyncScheme(), WeightDelay(late)
         training = Training(learner, scheme, Goal(32 * batches), tmp_path, reporters=[reporter], delay=delay)
         if versions:
             training.resume(tmp_path)

@@ -49,13 +49,7 @@ class Bandit(gym.Env):
 
 @pytest.mark.parametrize(
     ("make", "space", "size"),
-    [
-        (MLP, spaces.Box(-1, 1, (5,)), 64),
-        (MLP, MIXED, 64),
-        (MLP, IMAGE, 64),
-        (CNN, IMAGE, 512),
-        (CNN, MIXED, 512 + 5),
-    ],
+    [(MLP, spaces.Box(-1, 1, (5,)), 64), (MLP, MIXED, 64), (MLP, IMAGE, 64), (CNN, IMAGE, 512), (CNN, MIXED, 512 + 5)],
     ids=str,
 )
 def test_features_of_every_space_for_every_batch_shape(make: Any, space: spaces.Space, size: int) -> None:
@@ -72,10 +66,7 @@ def test_features_of_every_space_for_every_batch_shape(make: Any, space: spaces.
     ("space", "said"),
     [
         (spaces.Box(-1, 1, (5,)), "policy=mlp takes observations"),
-        (
-            spaces.Box(0, 255, (20, 20, 3), "uint8"),
-            "at least 36 × 36: policy=mlp",
-        ),
+        (spaces.Box(0, 255, (20, 20, 3), "uint8"), "at least 36 × 36: policy=mlp"),
     ],
 )
 def test_convolutions_need_images_that_are_large_enough(space: spaces.Space, said: str) -> None:

@@ -21,11 +21,21 @@ def test_one_family() -> None:
     assert issubclass(wsync.SyncTimeout, TimeoutError)
 
 
-@pytest.mark.parametrize("name", ["shared_mem", "multiprocess", "distributed", "rpc", "ray", "none"])
-def test_from_backend(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("shared_mem", wsync.SharedMemTransport),
+        ("multiprocess", wsync.TransportBackend),
+        ("distributed", wsync.DistributedTransport),
+        ("rpc", wsync.RPCTransport),
+        ("ray", wsync.RayTransport),
+        ("none", wsync.TransportBackend),
+    ],
+)
+def test_from_backend(name: str, kind: type[Any]) -> None:
     scheme = wsync.WeightSyncScheme.from_backend(name, strategy="state_dict", timeout=3.0)
     assert scheme.name == name and scheme.timeout == 3.0 and scheme.strategy.extract_as == "state_dict"
-    assert isinstance(scheme.create_transport(), wsync.TransportBackend) and scheme.model_id is None  # before init
+    assert isinstance(scheme.create_transport(), kind) and scheme.model_id is None  # before init
     scheme.shutdown()
     scheme.shutdown()
 
@@ -44,15 +54,16 @@ def test_bad_options() -> None:
 @pytest.mark.parametrize("model", [None, Small()])
 def test_none_carries_nothing(model: Any) -> None:
     scheme = wsync.NoWeightSyncScheme()
-    scheme.init_on_sender("policy", model=model)
+    scheme.init_on_sender("policy", model=model, pipes=[])
     scheme.connect()
     scheme.continue_from(7)
+    scheme.get_sender().send(Small())
     assert scheme.send() is None and scheme.version == 0
     assert scheme.receive() is False
     assert wsync.synchronize({scheme: nn.Linear(1, 1)}) == {}
     with wsync.NoWeightSyncScheme() as receiver:
-        receiver.init_on_receiver("policy", model=Small())
-        assert receiver.pull() == 0
+        receiver.init_on_worker("policy", pipe=None, model=Small())
+        assert receiver.pull() == 0 and receiver.get_receiver().receive(0.0) is False
 
 
 def test_none_has_the_properties_and_transports() -> None:

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import gc
 import os
-import pickle
 import socket
 import stat
-import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from workers_here import connect, make_worker
 
 import wsync
 from wsync.testing.models import Small, fill
@@ -25,17 +24,6 @@ from wsync.testing.models import Small, fill
 
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
-
-
-def pair(sender: wsync.WeightSyncScheme, model: Small) -> wsync.WeightSyncScheme:
-    """A receiver in this process, connected to ``sender``."""
-    receiver = pickle.loads(pickle.dumps(sender))
-    receiver.init_on_receiver("policy", model=model, worker_idx=0)
-    connecting = threading.Thread(target=sender.connect)
-    connecting.start()
-    receiver.connect()
-    connecting.join()
-    return receiver
 
 
 def connected_sockets() -> set[int]:
@@ -62,7 +50,8 @@ def test_bytes_on_an_authenticated_connection_harm_neither_end(options: dict[str
         others, model = connected_sockets(), Small()
         with wsync.DistributedWeightSyncScheme(timeout=0.5, **options) as scheme:
             scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
-            with pair(scheme, model) as receiver:
+            with make_worker(scheme, 0, model=model, near=not options) as receiver:
+                connect(scheme.connect, receiver)
                 opened = sorted(connected_sockets() - others)
                 with socket.socket(fileno=os.dup(opened[end % len(opened)])) as raw:
                     for content in contents:

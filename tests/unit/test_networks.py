@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import cloudpickle
 import pytest
 import torch
+from bandit import CHOICE, TORQUES
 from tensordict import TensorDict
 from tensordict.nn import InteractionType, set_interaction_type
 
@@ -10,8 +10,6 @@ from collectors import Collector, GymEnv
 from collectors.environments.specs import Spec
 from learning import PPO, RNN, Policy, make_actor_critic, make_policy
 
-CHOICE = Spec(torch.Size([3]), torch.int64, n=3)
-TORQUES = Spec(torch.Size([2]), torch.float32, torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 10.0]))
 both = pytest.mark.parametrize("spec", [CHOICE, TORQUES], ids=["discrete", "continuous"])
 
 
@@ -74,18 +72,6 @@ def test_greedy_acting_takes_the_mode(spec: Spec) -> None:
     distribution = policy.distribution(td["observation"])
     torch.testing.assert_close(td["action"], distribution.mode)
     torch.testing.assert_close(td["action_log_prob"], distribution.log_prob(distribution.mode), rtol=1e-4, atol=1e-4)
-
-
-@both
-def test_survives_cloudpickle(spec: Spec) -> None:
-    policy = policy_of(spec)
-    copy = cloudpickle.loads(cloudpickle.dumps(policy))
-    observation = torch.randn(6, 4)
-    torch.manual_seed(1)
-    expected = act(policy, observation=observation)
-    torch.manual_seed(1)
-    assert (act(copy, observation=observation) == expected).all()
-    assert (copy.in_keys, copy.out_keys) == (["observation"], ["action", "action_log_prob"])
 
 
 def test_networks_are_of_the_observations_dtype_whatever_the_default_is() -> None:

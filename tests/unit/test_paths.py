@@ -9,10 +9,7 @@ from wsync import find_model
 
 NET = nn.Linear(1, 1)
 CONTEXT = SimpleNamespace(
-    policy=NET,
-    env=SimpleNamespace(value_net=NET, made=3),
-    transform=[SimpleNamespace(module=NET)],
-    models={"a-b": NET},
+    policy=NET, env=SimpleNamespace(value_net=NET, made=3), transform=[SimpleNamespace(module=NET)], models={"a-b": NET}
 )
 
 

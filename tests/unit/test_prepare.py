@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -31,14 +33,14 @@ def test_prepared_weights_have_the_format_of_the_strategy() -> None:
         assert scheme.version == 0 and torch.equal(scheme.weights["bias"], torch.ones(2))
 
 
+def biases(by_worker: dict[int, Any]) -> dict[int, list[float]]:
+    return {worker: weights["bias"].tolist() for worker, weights in by_worker.items()}
+
+
 def test_prepared_weights_per_worker() -> None:
     with wsync.SharedMemWeightSyncScheme() as scheme:
         scheme.init_on_sender("policy", params_map={np.int64(0): linear(1), np.int64(1): linear(2)})
         prepared = scheme.prepare_weights(None, "policy")
-        assert {worker: weights["bias"].tolist() for worker, weights in prepared.items()} == {0: [1, 1], 1: [2, 2]}
-        assert {worker: weights["bias"].tolist() for worker, weights in scheme.weights.items()} == {
-            0: [1, 1],
-            1: [2, 2],
-        }
+        assert biases(prepared) == biases(scheme.weights) == {0: [1, 1], 1: [2, 2]}
         prepared = scheme.prepare_weights({0: linear(3).state_dict(), 1: linear(4).state_dict()}, "policy")
-        assert {worker: weights["bias"].tolist() for worker, weights in prepared.items()} == {0: [3, 3], 1: [4, 4]}
+        assert biases(prepared) == {0: [3, 3], 1: [4, 4]}

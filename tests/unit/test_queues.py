@@ -62,16 +62,9 @@ def test_a_scheme_makes_a_line_over_queues() -> None:
     assert torch.equal(copy.weight, linear(2.0).weight)
 
 
-def test_a_send_without_an_answer_ends_at_its_deadline() -> None:
-    line = MPTransport(queue.Queue(), queue.Queue(), timeout=0.05)
-    with pytest.raises(SyncTimeout, match=r"within 0\.05 s"):
-        line.send_weights({"w": torch.zeros(2)})
-    assert line.receive_weights(0.0) is not None and line.receive_weights(0.0) is None
-
-
 def test_a_receive_without_a_timeout_waits_until_weights_arrive() -> None:
     line = MPTransport(queue.Queue())
-    assert line.receive_weights(0.15) is None
+    assert line.receive_weights(0.0) is None and line.receive_weights(0.15) is None
     threading.Timer(0.25, line.send_weights, [{"w": torch.ones(2)}]).start()
     received = line.receive_weights(timeout=None)
     assert received is not None and received["w"].tolist() == [1.0, 1.0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -159,6 +161,34 @@ def test_seeds(env_id: str, make: Callable[[GymEnv], Any], steps: list[int]) -> 
 
     assert bool((run(1) == run(1)).all())
     assert not torch.equal(run(1)["action"], run(2)["action"])
+
+
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "Acrobot-v1", "Pendulum-v1"])
+def test_log_probs_are_those_of_the_weights_that_acted(env_id: str) -> None:
+    """Weights may change within a batch; what a later version would have thought of an action is another matter."""
+    env, steps, kept = GymEnv(env_id, 2, seed=0), itertools.count(), list[dict[str, Any]]()
+    policy = in_parts(env)
+
+    def learn() -> None:
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+
+    def version() -> int:
+        step = next(steps)
+        if step % 4 == 3:  # as an update between two steps does
+            kept.append(copy.deepcopy(policy.state_dict()))
+            learn()
+        return step // 4
+
+    learn()
+    batch = collected(Rollout(env, policy, version=version), 12)
+    assert batch["policy_version"][0].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    for number, weights in enumerate(kept):
+        policy.load_state_dict(weights)
+        part = batch[:, 4 * number : 4 * number + 4]
+        log_prob = policy.distribution(part["observation"]).log_prob(part["action"]).detach()
+        torch.testing.assert_close(part["action_log_prob"], log_prob, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("draw", [torch.rand, np.random.rand, lambda n: [random.random() for _ in range(n)]])

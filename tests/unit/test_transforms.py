@@ -23,10 +23,8 @@ class Counter(gym.Env):
     """Observes how many steps it has taken in all its life, which restarts at 100 × the episode; ends after three."""
 
     observation_space = spaces.Box(-np.inf, np.inf, (2,), np.float64)
-
-    def __init__(self, actions: spaces.Space | None = None) -> None:
-        self.action_space = actions or spaces.Discrete(3)
-        self.episode, self.count = -1, 0
+    action_space = spaces.Discrete(3)
+    episode, count = -1, 0
 
     def seen(self) -> np.ndarray:
         return np.array([100.0 * self.episode, self.count])

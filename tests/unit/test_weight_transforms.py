@@ -10,17 +10,7 @@ from torch import Tensor, nn
 
 import wsync
 from wsync.testing.models import fill
-from wsync.transforms import (
-    Cast,
-    Chain,
-    Dequantize,
-    Exclude,
-    Fuse,
-    Quantize,
-    QuantizeInt8,
-    Rename,
-    Select,
-)
+from wsync.transforms import Cast, Chain, Dequantize, Exclude, Fuse, Quantize, QuantizeInt8, Rename, Select
 
 
 def random(*shape: int, scale: float = 1.0) -> Tensor:

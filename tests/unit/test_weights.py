@@ -182,18 +182,6 @@ def test_any_tensors_arrive(kind: Any) -> None:
     arrive()
 
 
-@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, lambda model: torch.compile(nn.DataParallel(model))])
-def test_names_have_no_prefix_of_a_wrapper(wrap: Any) -> None:
-    model, copy = nn.Linear(2, 2), nn.Linear(2, 2)
-    with wsync.SharedMemWeightSyncScheme() as scheme:
-        scheme.init_in_process("policy", copy, wrap(model))
-        nn.init.zeros_(model.weight)
-        scheme.send()
-        assert copy.weight.eq(0).all()
-        scheme.send(wrap(nn.Linear(2, 2)))
-        assert not copy.weight.eq(0).any()
-
-
 def test_data_parallel_training_sends_by_the_names_of_the_module() -> None:
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:

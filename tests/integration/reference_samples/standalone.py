@@ -22,10 +22,7 @@ def main():
     questions, answers = [mp.Queue(), mp.Queue()], mp.Queue()
     scheme = SharedMemWeightSyncScheme()
     scheme.init_on_sender(
-        model_id="policy",
-        weights=TensorDict.from_module(learner),
-        devices=[torch.device("cpu")] * 2,
-        num_workers=2,
+        model_id="policy", weights=TensorDict.from_module(learner), devices=[torch.device("cpu")] * 2, num_workers=2
     )
     workers = [mp.Process(target=act, args=(scheme, idx, questions[idx], answers)) for idx in range(2)]
     for worker in workers:
