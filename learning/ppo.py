@@ -77,12 +77,12 @@ class PPO(ActorCritic):
         lr, epochs = self._begin_update(batch)
         clip = self._scheduled(self.clip, self.clip_final)
         frames, summary = self._prepare(batch)
-        minibatches = (one for _ in self._epochs(epochs) for one in self._minibatches(frames, *frames.value.shape))
-        steps = [self._step(Frames(*one), clip) for one in minibatches]
-        means, log_ratio = torch.stack([one for one, _ in steps]).mean(0), torch.cat([one for _, one in steps])
+        steps = self._descend(self._loss, frames, frames.value.shape, lr, epochs, clip)
+        norms, losses, log_ratios = zip(*steps, strict=True)
+        log_ratio = torch.cat(log_ratios)
         clip_fraction = ((log_ratio.exp() - 1.0).abs() > clip).float().mean()
-        values = torch.cat([means, torch.stack([kl_divergence(log_ratio), clip_fraction])])
-        stats = dict(zip(STATS, values.tolist(), strict=True)) | summary
+        others = torch.stack([torch.stack(norms).mean(), kl_divergence(log_ratio), clip_fraction])
+        stats = dict(zip(STATS, [*torch.stack(losses).mean(0).tolist(), *others.tolist()], strict=True)) | summary
         self._check_diverged(stats)
         return stats | {"epochs": float(epochs), "lr": lr, "clip": clip}
 
@@ -152,9 +152,9 @@ class PPO(ActorCritic):
         value, mask = self.critic.of_features(features), frames.mask
         return self.policy.from_parameters(parameters[mask]), value[mask], _flat(frames)
 
-    def _step(self, frames: Frames, clip: float) -> tuple[Tensor, Tensor]:
-        """Do one gradient step; return the first four of `STATS`, and the log-ratios of the probabilities before it."""
-        distribution, value, frames = self._evaluate(frames)
+    def _loss(self, minibatch: Frames, clip: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss, the first three of `STATS`, and the log-ratios of the probabilities."""
+        distribution, value, frames = self._evaluate(minibatch)
         log_ratio = distribution.log_prob(frames.action) - frames.log_prob
         ratio = log_ratio.exp()
         advantage = frames.advantage
@@ -163,13 +163,10 @@ class PPO(ActorCritic):
         objective = torch.min(advantage * ratio, advantage * ratio.clamp(1.0 - clip, 1.0 + clip))
         loss_policy = -(objective if frames.weight is None else frames.weight * objective).mean()
         loss_value = 0.5 * (value - frames.target).square().mean()
-
         with torch.set_grad_enabled(self.entropy_coef != 0.0):
             entropy = distribution.entropy().mean()
         loss = loss_policy + self.value_coef * loss_value - self.entropy_coef * entropy
-        grad_norm = self._descend(loss)
-        with torch.no_grad():
-            return torch.stack([loss_policy, loss_value, entropy, grad_norm]), log_ratio.detach()
+        return loss, torch.stack([loss_policy, loss_value, entropy]).detach(), log_ratio.detach()
 
 
 def _flat(frames: Frames) -> Frames:

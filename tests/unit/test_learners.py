@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from bandit import CHOICE, TORQUES, batch_of, learner_of
+from bandit import CHOICE, TORQUES, batch_of, four_numbers, learner_of
+from tensordict import TensorDict
 
-from collectors.environments.specs import Spec
-from learning import IMPALA, PPO
+from collectors.environments.specs import Spec, SpecTree
+from learning import CNN, IMPALA, MLP, PPO, make_actor_critic
 
 every_learner = pytest.mark.parametrize(
     ("kind", "options"), [(PPO, {"epochs": 2, "minibatch_size": 32}), (IMPALA, {"minibatch_size": 32})]
@@ -63,3 +64,72 @@ def test_resumes_where_it_was(kind: Any, options: dict[str, Any], tmp_path: Any)
     assert stats[0] == stats[1] and stats[0]["lr"] == 0.75 * learner_of(kind).lr
     for p, q in zip(first.parameters, second.parameters, strict=True):
         assert torch.equal(p, q)
+
+
+def images(*batch: int) -> torch.Tensor:
+    return torch.randint(0, 256, (*batch, 1, 36, 36), dtype=torch.uint8)
+
+
+def masked(*batch: int) -> TensorDict:
+    allowed = torch.rand(*batch, 3) < 0.5
+    allowed[..., 0] = True
+    return TensorDict({"observation": four_numbers(*batch), "action_mask": allowed.float()}, batch)
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [one.message for one in caplog.records if one.name.startswith("learning")]
+
+
+NUMBERS, IMAGE = Spec(torch.Size([4]), torch.float32), Spec(torch.Size([1, 36, 36]), torch.uint8)
+MASKED: SpecTree = {"observation": NUMBERS, "action_mask": Spec(torch.Size([3]), torch.float32)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "network", "observation", "action", "observe"),
+    [
+        pytest.param(PPO, MLP, NUMBERS, TORQUES, four_numbers, id="ppo-continuous"),
+        pytest.param(PPO, MLP, MASKED, CHOICE, masked, id="ppo-masked", marks=pytest.mark.slow),
+        pytest.param(PPO, CNN, IMAGE, CHOICE, images, id="ppo-cnn", marks=pytest.mark.slow),
+        pytest.param(IMPALA, MLP, MASKED, CHOICE, masked, id="impala-masked", marks=pytest.mark.slow),
+        pytest.param(IMPALA, CNN, IMAGE, CHOICE, images, id="impala-cnn", marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_200_steps_and_a_resumption_in_between_are_what_they_are_without(
+    kind: Any, network: Any, observation: SpecTree, action: Spec, observe: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    learners, said = [], []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        policy, critic = make_actor_critic(network, observation, action, shared=network is CNN)
+        options: dict[str, Any] = {"lr": 1e-4 if network is MLP else 1e-6, "lr_end_factor": 0.1, "anneal_frames": 2000}
+        learners.append(kind(policy, critic, epochs=5, minibatch_size=32, compile=compiled, **options))
+    learners[1].on_compile = said.append
+    for i in range(10):
+        if i == 5:
+            states = [copy.deepcopy(learner.state_dict()) for learner in learners]
+            for learner, state in zip(learners, reversed(states), strict=True):
+                learner.load_state_dict(state)
+        batch, stats = batch_of(learners[0].policy, 8, 16, seed=i, observe=observe), []
+        for learner in learners:
+            torch.manual_seed(i)
+            stats.append(learner.update(batch))
+        for name in ("loss_policy", "loss_value", "entropy", "grad_norm", "kl"):
+            assert stats[1][name] == pytest.approx(stats[0][name], rel=1e-5, abs=1e-5), (i, name)
+    assert learners[1].state_dict()["optimizer"]["state"][0]["step"] == 200
+    assert said == [True, False] and not warnings_in(caplog)
+
+
+class Branching(MLP):
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return super().forward(observation if observation.sum() > 0 else 2 * observation)
+
+
+def test_a_policy_that_does_not_compile_is_named_once_and_learns_as_without(caplog: pytest.LogCaptureFixture) -> None:
+    stats = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        learner = PPO(*make_actor_critic(Branching, NUMBERS, CHOICE), minibatch_size=32, compile=compiled)
+        stats += [[learner.update(batch_of(learner.policy, 8, 16, seed=i)) for i in range(2)]]
+    assert stats[0] == stats[1]
+    (said,) = warnings_in(caplog)
+    assert said.startswith("the gradient step is not compiled, and runs as it is: ") and "\n" not in said
