@@ -155,9 +155,9 @@ class ActorCritic(ABC):
     ) -> list[tuple[Tensor, ...]]:
         """Do the gradient steps of `epochs` passes over `columns`; return what `_step` returned for each.
 
-        `loss` maps a minibatch and the `limits` to the loss, followed by statistics. The columns have `shape`:
-        sequences and frames of each, or only frames. A pass takes the sequences in random order, in as few minibatches
-        as ``minibatch_size`` allows; their sizes differ by one at most.
+        `loss` maps a minibatch and the `limits` to the loss, means over its frames, and others. The columns have
+        `shape`: sequences and frames of each, or only frames. A pass takes the sequences in random order, in as few
+        minibatches as ``minibatch_size`` allows; their sizes differ by one at most.
         """
         sequences, device = shape[0], self.parameters[0].device
         count = max(1, math.ceil(sequences / max(1, self.minibatch_size // math.prod(shape[1:]))))
@@ -184,11 +184,11 @@ class ActorCritic(ABC):
         return self._step(*arguments)
 
     def _step(self, loss: Loss, columns: Any, rows: Tensor, lr: Tensor, *limits: Tensor) -> tuple[Tensor, ...]:
-        """Do one step of Adam on the minibatch `rows` of `columns`; return the norm of the gradient and the statistics.
+        """Do one step of Adam on the minibatch `rows` of `columns`, in place; return the statistics of `loss`.
 
-        All is updated in place. This is the function that is compiled.
+        The norm of the gradient is added to their means. This is the function that is compiled.
         """
-        value, *statistics = loss(columns.map(lambda column: column[rows]), *limits)
+        value, means, *others = loss(columns.map(lambda column: column[rows]), *limits)
         gradients = torch.autograd.grad(value, self.parameters, materialize_grads=True)
         with torch.no_grad():
             gradient, moments = torch.cat([one.flatten() for one in gradients]), self._moments
@@ -203,7 +203,7 @@ class ActorCritic(ABC):
                 self.parameters, change.split([p.numel() for p in self.parameters]), strict=True
             ):
                 parameter.sub_(part.view_as(parameter))
-        return norm, *statistics
+        return torch.cat([means, norm.unsqueeze(0)]), *others
 
     def _check_diverged(self, stats: dict[str, float]) -> None:
         """Raise Diverged if a loss or the norm of the gradient is not finite."""

@@ -15,7 +15,7 @@ from learning.advantages import successor_values, vtrace
 from learning.networks import Policy, evaluate
 from learning.recurrent import RecurrentPolicy
 
-STATS = ("loss_policy", "loss_value", "entropy", "kl", "clip_fraction", "explained_variance", "value")
+STATS = ("loss_policy", "loss_value", "entropy", "kl", "clip_fraction", "explained_variance", "value", "grad_norm")
 
 
 class Trajectories(NamedTuple):
@@ -79,8 +79,8 @@ class IMPALA(ActorCritic):
         x = self._prepare(batch)
         steps = self._descend(self._loss, x, x.mask.shape, lr, epochs)
         self.frames += int(x.mask.sum())
-        norms, others = (torch.stack(one).mean(0).tolist() for one in zip(*steps, strict=True))
-        stats = dict(zip(STATS, others, strict=True)) | {"grad_norm": norms}
+        means = torch.stack([one for (one,) in steps]).mean(0)
+        stats: dict[str, float] = dict(zip(STATS, means.tolist(), strict=True))
         self._check_diverged(stats)
         return stats | {"epochs": float(epochs), "lr": lr}
 
@@ -101,7 +101,7 @@ class IMPALA(ActorCritic):
         return flat.map(lambda x: x[flat.mask.any(-1)])
 
     def _loss(self, x: Trajectories) -> tuple[Tensor, Tensor]:
-        """Return the loss, and the statistics named by `STATS`."""
+        """Return the loss, and the first seven of `STATS`."""
         assert isinstance(self.policy, Policy)
         distribution, value = evaluate(self.policy, self.critic, x.observation)
         log_prob = distribution.log_prob(x.action)

@@ -78,11 +78,10 @@ class PPO(ActorCritic):
         clip = self._scheduled(self.clip, self.clip_final)
         frames, summary = self._prepare(batch)
         steps = self._descend(self._loss, frames, frames.value.shape, lr, epochs, clip)
-        norms, losses, log_ratios = zip(*steps, strict=True)
-        log_ratio = torch.cat(log_ratios)
+        means, log_ratio = torch.stack([one for one, _ in steps]).mean(0), torch.cat([one for _, one in steps])
         clip_fraction = ((log_ratio.exp() - 1.0).abs() > clip).float().mean()
-        others = torch.stack([torch.stack(norms).mean(), kl_divergence(log_ratio), clip_fraction])
-        stats = dict(zip(STATS, [*torch.stack(losses).mean(0).tolist(), *others.tolist()], strict=True)) | summary
+        values = torch.cat([means, torch.stack([kl_divergence(log_ratio), clip_fraction])])
+        stats = dict(zip(STATS, values.tolist(), strict=True)) | summary
         self._check_diverged(stats)
         return stats | {"epochs": float(epochs), "lr": lr, "clip": clip}
 
@@ -152,7 +151,7 @@ class PPO(ActorCritic):
         value, mask = self.critic.of_features(features), frames.mask
         return self.policy.from_parameters(parameters[mask]), value[mask], _flat(frames)
 
-    def _loss(self, minibatch: Frames, clip: Tensor | float) -> tuple[Tensor, Tensor, Tensor]:
+    def _loss(self, minibatch: Frames, clip: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss, the first three of `STATS`, and the log-ratios of the probabilities."""
         distribution, value, frames = self._evaluate(minibatch)
         log_ratio = distribution.log_prob(frames.action) - frames.log_prob

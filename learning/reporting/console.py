@@ -27,6 +27,8 @@ from learning.reporting.files import relative_path
 from learning.summary import return_text
 from wsync.metrics import PHASES
 
+COMPILING = "compiling the gradient step …"
+
 
 def microseconds(value: float | None) -> str:
     """Write a duration with the unit that fits: µs, ms or s."""
@@ -83,6 +85,7 @@ class ConsoleReporter(Reporter):
     _folder: Path | None = None
     _live: Live | None = None
     _stopping: bool = False
+    _compiling: bool = False
 
     def __post_init__(self) -> None:
         """Make the bar of the live display."""
@@ -106,8 +109,10 @@ class ConsoleReporter(Reporter):
         self.console.print(Text.assemble(self.prefix, line), soft_wrap=True)
 
     def _render(self) -> Group:
-        line = Text("starting the workers, and collecting the first batch …", style="dim")
-        if self._latest:
+        line = Text(
+            COMPILING if self._compiling else "starting the workers, and collecting the first batch …", style="dim"
+        )
+        if self._latest and not self._compiling:
             self._bar.update(self._bar.task_ids[0], completed=min(self._latest.frames, self.total_frames))
             shown = figures(self._latest, self.solved_at).items()
             line = Text("   ").join(Text.assemble((f"{name} ", "dim"), (text, "bold")) for name, text in shown)
@@ -117,6 +122,12 @@ class ConsoleReporter(Reporter):
     def note_stop_request(self) -> None:
         """Have the live display say that the run is about to stop."""
         self._stopping = True
+
+    def note_compiling(self, begins: bool) -> None:
+        """Say that the gradient step is compiled now; with False that it is done."""
+        self._compiling = begins
+        if begins and self._live is None:
+            self._print(Text(COMPILING))
 
     def update(self, row: Row) -> None:
         """Show `row`; plain lines at most every `interval` seconds."""

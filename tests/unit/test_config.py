@@ -22,7 +22,7 @@ from collectors.config import EnvConfig, MultiSyncConfig, instantiate_setting, s
 from collectors.errors import ConfigError
 from learning import CNN, MLP, PPO, RNN
 from learning.config import describe_error
-from learning.options import LIMITS, TrainConfig
+from learning.options import LIMITS, TrainConfig, repays_compiling
 from learning.reporting.files import FolderError
 from learning.reporting.wandb_logger import WandbLogger
 from learning.resuming import SETTINGS, with_earlier_overrides
@@ -262,6 +262,22 @@ def test_an_impossible_value_is_refused_by_the_name_of_its_setting(override: str
 def test_the_numbers_that_have_a_limit_are_settings_and_infinity_is_possible_where_it_is_a_limit_itself() -> None:
     assert {name for name in LIMITS if name not in learning.config.settings()} == set()
     check(config("timeout=inf", "algorithm.max_grad_norm=inf", "algorithm.lr_end_factor=0"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "repays"),
+    [
+        ([], False),
+        (["env=pendulum"], False),
+        (["env=mujoco/half_cheetah", "total_frames=100_000"], True),
+        (["env=mujoco/half_cheetah", "total_frames=100_000", "device=cuda"], False),
+        (["env=atari/breakout"], True),
+        (["algorithm=impala"], False),
+    ],
+)
+def test_a_gradient_step_is_compiled_where_the_planned_steps_repay_it(overrides: list[str], repays: bool) -> None:
+    composed = config(*overrides)
+    assert composed.algorithm.compile is None and repays_compiling(composed) is repays
 
 
 def test_an_impossible_pair_is_refused() -> None:
