@@ -26,12 +26,14 @@ class Moments(nn.Module):
 
     mean: Tensor
     var: Tensor
+    scale: Tensor  # one over the standard deviation; kept, because what acts needs it at each step
     count: Tensor
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float32))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float32))
+        self.register_buffer("scale", self._scale(self.var))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     @torch.no_grad()
@@ -44,7 +46,17 @@ class Moments(nn.Module):
         squares = self.var.double() * (1 - share) + rows.var(0, correction=0) * share
         self.var.copy_(squares + difference.square() * share * (1 - share))
         self.mean.add_(difference * share)
+        self.scale.copy_(self._scale(self.var))
         self.count.add_(n)
+
+    @staticmethod
+    def _scale(var: Tensor) -> Tensor:
+        return (var + 1e-8).rsqrt()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if f"{prefix}var" in state_dict:  # an older checkpoint has no scale
+            state_dict.setdefault(f"{prefix}scale", self._scale(state_dict[f"{prefix}var"]))
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class ObservationNormalizer(nn.Module):
@@ -81,7 +93,7 @@ class ObservationNormalizer(nn.Module):
 
     def _normalized(self, i: int, part: Tensor) -> Tensor:
         moments = self.moments[i]
-        return ((part - moments.mean) * (moments.var + 1e-8).rsqrt()).clamp(-CLIP, CLIP)
+        return ((part - moments.mean) * moments.scale).clamp(-CLIP, CLIP)
 
 
 def _is_measured(spec: Spec) -> bool:
@@ -115,7 +127,7 @@ class RewardNormalizer:
             step.set("reward", reward.sign())
         else:
             self._update(reward.squeeze(-1), step.get("done").squeeze(-1), batch.get("mask", None))
-            step.set("reward", (reward * (self.moments.var + 1e-8).rsqrt()).clamp(-CLIP, CLIP))
+            step.set("reward", (reward * self.moments.scale).clamp(-CLIP, CLIP))
         return batch.copy().set("next", step)
 
     def _update(self, reward: Tensor, done: Tensor, mask: Tensor | None) -> None:
