@@ -119,7 +119,6 @@ def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
     acting = delay.acting_policy(learner.policy)
     acting = acting if device.type == "cpu" else copy.deepcopy(acting).cpu()
     console = console_of(cfg, training)
-    learner.on_compile = console.note_compiling
     settings = {"overrides": list(run.overrides.task), "config_folders": folders_named(run)}
     training.reporters = [
         RunFiles(training.resumed_from, training.progress.frames, {SETTINGS: settings}),
@@ -163,6 +162,7 @@ def console_of(cfg: TrainConfig, training: Training) -> ConsoleReporter:
         solved_at=training.goal.solved_at,
         resumed=resumed,
         resume_command=continues,
+        compiles=bool(getattr(training.learner, "compile", False)),
         prefix=line_prefix(run),
     )
 

@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -18,6 +18,7 @@ from learning.recurrent import RecurrentPolicy
 
 BETAS = (0.9, 0.999)
 """Of Adam: its default ones."""
+Columns = TypeVar("Columns", bound="tuple[Any, ...]")
 Loss = Callable[..., tuple[Tensor, ...]]
 _log = logging.getLogger(__name__)
 
@@ -57,7 +58,6 @@ class ActorCritic(ABC):
     Attributes:
         frames: learnt from so far; the position in the schedules.
         after_epoch: called by ``update`` after each pass over a batch but the last one, if it is set.
-        on_compile: called with True before the gradient step is compiled, and with False after it, if it is set.
         parameters: those of both networks that are trained, each once.
 
     Raises:
@@ -88,13 +88,11 @@ class ActorCritic(ABC):
             raise ValueError("epochs, epochs_final, minibatch_size and anneal_frames must be at least 1")
         self.frames = 0
         self.after_epoch: Callable[[], object] | None = None
-        self.on_compile: Callable[[bool], object] | None = None
         unique = dict.fromkeys((*self.policy.parameters(), *self.critic.parameters()))  # a shared trunk is listed once
         self.parameters = [p for p in unique if p.requires_grad]
         self.optimizer = torch.optim.Adam(self.parameters, lr=self.lr, eps=self.adam_eps, fused=True)
         self._join_state()
         self._compiled: Callable[..., tuple[Tensor, ...]] | None = None
-        self._is_new = True  # nothing is compiled yet
         if self.compile:
             torch._dynamo.config.trace_autograd_ops = True  # the gradient is a part of what is compiled
             torch.compiler.reset()  # an earlier learner of this process would be taken for this one, changed
@@ -168,19 +166,12 @@ class ActorCritic(ABC):
 
     def _run_step(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Do `_step`, compiled if that is wanted and possible."""
-        if self._compiled is None:
-            return self._step(*arguments)
-        watch, self._is_new = self.on_compile if self._is_new else None, False
-        try:
-            if watch is not None:
-                watch(True)
-            return self._compiled(*arguments)
-        except Exception as error:  # noqa: BLE001  (of any class: the tracer's, a compiler's; the step's own comes again)
-            self._compiled, said = None, str(error).strip().partition("\n")[0]
-            _log.warning("the gradient step is not compiled, and runs as it is: %s: %s", type(error).__name__, said)
-        finally:
-            if watch is not None:
-                watch(False)
+        if self._compiled is not None:
+            try:
+                return self._compiled(*arguments)
+            except Exception as error:  # noqa: BLE001  (the tracer's, a compiler's; one of the step itself comes again)
+                self._compiled, said = None, f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+                _log.warning("the gradient step is not compiled, and runs as it is: %s", said)
         return self._step(*arguments)
 
     def _step(self, loss: Loss, columns: Any, rows: Tensor, lr: Tensor, *limits: Tensor) -> tuple[Tensor, ...]:
@@ -188,7 +179,7 @@ class ActorCritic(ABC):
 
         The norm of the gradient is added to their means. This is the function that is compiled.
         """
-        value, means, *others = loss(columns.map(lambda column: column[rows]), *limits)
+        value, means, *others = loss(each(columns, lambda column: column[rows]), *limits)
         gradients = torch.autograd.grad(value, self.parameters, materialize_grads=True)
         with torch.no_grad():
             gradient, moments = torch.cat([one.flatten() for one in gradients]), self._moments
@@ -236,6 +227,12 @@ class ActorCritic(ABC):
         self.optimizer.param_groups[0].update(own)
         self._join_state()
         self.frames = state["frames"]
+
+
+def each(columns: Columns, function: Callable[[Any], Any]) -> Columns:
+    """Apply `function` to each column that is not None."""
+    kind: Any = type(columns)
+    return kind(*(None if one is None else function(one) for one in columns))
 
 
 def as_sequences(x: Tensor, dimensions: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn  # noqa: F401  (nn: wsync.config reads the types of the arguments here)
 
-from learning.actor_critic import ActorCritic, as_sequences, explained_variance, kl_divergence
+from learning.actor_critic import ActorCritic, as_sequences, each, explained_variance, kl_divergence
 from learning.advantages import successor_values, vtrace
 from learning.networks import Policy, evaluate
 from learning.recurrent import RecurrentPolicy
@@ -29,10 +28,6 @@ class Trajectories(NamedTuple):
     terminated: Tensor
     done: Tensor
     mask: Tensor
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Trajectories:
-        """Apply `function` to each."""
-        return Trajectories(*map(function, self))
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -98,20 +93,16 @@ class IMPALA(ActorCritic):
             torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device) if mask is None else mask,
         )
         flat = Trajectories(*(as_sequences(x, batch.ndim) for x in columns))
-        return flat.map(lambda x: x[flat.mask.any(-1)])
+        return each(flat, lambda x: x[flat.mask.any(-1)])
 
     def _loss(self, x: Trajectories) -> tuple[Tensor, Tensor]:
         """Return the loss, and the first seven of `STATS`."""
         assert isinstance(self.policy, Policy)
         distribution, value = evaluate(self.policy, self.critic, x.observation)
         log_prob = distribution.log_prob(x.action)
-
-        def value_of_successors(ends: Tensor) -> Tensor:
-            return self.critic(x.next_observation[ends.nonzero(as_tuple=True)])  # `ends` itself would not compile
-
         with torch.no_grad():
             log_ratio = log_prob - x.log_prob
-            next_value = successor_values(value, x.done, value_of_successors)
+            next_value = successor_values(value, x.done, lambda ends: self.critic(x.next_observation[ends]))
         target, advantage = vtrace(
             log_ratio, x.reward, value, next_value, x.terminated, x.done,
             gamma=self.gamma, lmbda=self.vtrace_lambda, clip_rho=self.clip_rho, clip_c=self.clip_c,

@@ -33,7 +33,7 @@ class Moments(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float32))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float32))
-        self.register_buffer("scale", self._scale(self.var))
+        self.register_buffer("scale", torch.ones(shape, dtype=torch.float32))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     @torch.no_grad()
@@ -46,17 +46,8 @@ class Moments(nn.Module):
         squares = self.var.double() * (1 - share) + rows.var(0, correction=0) * share
         self.var.copy_(squares + difference.square() * share * (1 - share))
         self.mean.add_(difference * share)
-        self.scale.copy_(self._scale(self.var))
+        self.scale.copy_((self.var + 1e-8).rsqrt())
         self.count.add_(n)
-
-    @staticmethod
-    def _scale(var: Tensor) -> Tensor:
-        return (var + 1e-8).rsqrt()
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        if f"{prefix}var" in state_dict:  # an older checkpoint has no scale
-            state_dict.setdefault(f"{prefix}scale", self._scale(state_dict[f"{prefix}var"]))
-        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class ObservationNormalizer(nn.Module):

@@ -27,7 +27,7 @@ from learning.reporting.files import relative_path
 from learning.summary import return_text
 from wsync.metrics import PHASES
 
-COMPILING = "compiling the gradient step …"
+COMPILING = "compiling the gradient step in the first update …"
 
 
 def microseconds(value: float | None) -> str:
@@ -77,6 +77,7 @@ class ConsoleReporter(Reporter):
     solved_at: float | None = None  # mean return that counts as solved
     resumed: str = ""  # what the run continues, in words
     resume_command: str = ""  # continues a run that was interrupted or has failed, followed by its folder
+    compiles: bool = False  # the gradient step, in the first update
     prefix: str = ""  # of every line, where several runs write to one terminal; there is no live display then
     worker_pids: Sequence[int] = ()  # set when the workers have been started, before `begin`
     _shown_at: float = -math.inf
@@ -85,7 +86,6 @@ class ConsoleReporter(Reporter):
     _folder: Path | None = None
     _live: Live | None = None
     _stopping: bool = False
-    _compiling: bool = False
 
     def __post_init__(self) -> None:
         """Make the bar of the live display."""
@@ -104,15 +104,16 @@ class ConsoleReporter(Reporter):
             self._bar.add_task("", total=self.total_frames)
             self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=4)
             self._live.start()
+        elif self.compiles:
+            self._print(Text(COMPILING))
 
     def _print(self, line: Text) -> None:
         self.console.print(Text.assemble(self.prefix, line), soft_wrap=True)
 
     def _render(self) -> Group:
-        line = Text(
-            COMPILING if self._compiling else "starting the workers, and collecting the first batch …", style="dim"
-        )
-        if self._latest and not self._compiling:
+        compiling = f", and {COMPILING}" if self.compiles else " …"
+        line = Text(f"starting the workers, collecting the first batch{compiling}", style="dim")
+        if self._latest:
             self._bar.update(self._bar.task_ids[0], completed=min(self._latest.frames, self.total_frames))
             shown = figures(self._latest, self.solved_at).items()
             line = Text("   ").join(Text.assemble((f"{name} ", "dim"), (text, "bold")) for name, text in shown)
@@ -122,12 +123,6 @@ class ConsoleReporter(Reporter):
     def note_stop_request(self) -> None:
         """Have the live display say that the run is about to stop."""
         self._stopping = True
-
-    def note_compiling(self, begins: bool) -> None:
-        """Say that the gradient step is compiled now; with False that it is done."""
-        self._compiling = begins
-        if begins and self._live is None:
-            self._print(Text(COMPILING))
 
     def update(self, row: Row) -> None:
         """Show `row`; plain lines at most every `interval` seconds."""
