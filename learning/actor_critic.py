@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from learning.networks import Policy, action_mask
 from learning.recurrent import RecurrentPolicy
 
-BETAS = (0.9, 0.999)
-"""Of Adam: its default ones."""
+BETAS = (0.9, 0.999)  # of Adam: its default ones
 Columns = TypeVar("Columns", bound="tuple[Any, ...]")
 Loss = Callable[..., tuple[Tensor, ...]]
 _log = logging.getLogger(__name__)
@@ -51,9 +50,8 @@ class ActorCritic(ABC):
         entropy_coef: weight of the entropy bonus.
         max_grad_norm: the gradient is scaled down to this norm, over all parameters.
         adam_eps: Adam's epsilon.
-        compile: run the gradient step by ``torch.compile``, which takes some seconds before the first one; the figures
-            then differ by rounding. Where it fails, a warning says why, and the step runs as without it. None: not,
-            unless ``train.py`` finds that the steps of its run repay it.
+        compile: run the gradient step by ``torch.compile``, which takes seconds before the first one. Where it fails, a
+            warning says why, and the step runs without. None: not, unless the steps that ``train.py`` plans repay it.
 
     Attributes:
         frames: learnt from so far; the position in the schedules.
@@ -154,8 +152,8 @@ class ActorCritic(ABC):
         """Do the gradient steps of `epochs` passes over `columns`; return what `_step` returned for each.
 
         `loss` maps a minibatch and the `limits` to the loss, means over its frames, and others. The columns have
-        `shape`: sequences and frames of each, or only frames. A pass takes the sequences in random order, in as few
-        minibatches as ``minibatch_size`` allows; their sizes differ by one at most.
+        `shape` (sequences, and frames of each). A pass takes the sequences in random order, in as few minibatches as
+        ``minibatch_size`` allows; their sizes differ by one at most.
         """
         sequences, device = shape[0], self.parameters[0].device
         count = max(1, math.ceil(sequences / max(1, self.minibatch_size // math.prod(shape[1:]))))
@@ -190,9 +188,8 @@ class ActorCritic(ABC):
             second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
             bias = [1 - beta ** count[0].double() for beta in BETAS]
             change = lr / bias[0] * first / ((second / bias[1]).sqrt() + self.adam_eps)
-            for parameter, part in zip(
-                self.parameters, change.split([p.numel() for p in self.parameters]), strict=True
-            ):
+            parts = change.split([p.numel() for p in self.parameters])
+            for parameter, part in zip(self.parameters, parts, strict=True):
                 parameter.sub_(part.view_as(parameter))
         return torch.cat([means, norm.unsqueeze(0)]), *others
 

@@ -6,7 +6,6 @@ its weights; those of rewards are used by the trainer alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -94,21 +93,22 @@ def _is_measured(spec: Spec) -> bool:
     return spec.low is None or spec.high is None or not (bool((spec.low == 0).all()) and bool((spec.high == 1).all()))
 
 
-class RewardNormalizer:
+class RewardNormalizer(nn.Module):
     """What the learner gets as rewards: ``raw``, ``normalized`` or ``sign``.
 
     ``normalized``: divided by the standard deviation of the discounted sum of rewards so far, and clipped, as in
-    Stable-Baselines3's VecNormalize. The sums continue from batch to batch, row for row, also over missing frames and
-    where another worker's batch follows; they start at 0 again where the number of rows changes. `gamma` is the
-    discount per step.
+    Stable-Baselines3's VecNormalize, with `gamma` as the discount per step. The sums continue from batch to batch, row
+    for row, also over missing frames and where another worker's batch follows. They start at 0 again where the number
+    of rows changes, and after a resume.
     """
 
     def __init__(self, how: str = "raw", gamma: float = 0.99) -> None:
+        super().__init__()
         self.how, self.gamma = how, gamma
         self.moments = Moments()
         self._sums = np.zeros(0)
 
-    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+    def forward(self, batch: TensorDictBase) -> TensorDictBase:
         """Return `batch` ``[*B, T]`` with the learner's rewards; the given one is unchanged."""
         if self.how == "raw":
             return batch
@@ -131,11 +131,3 @@ class RewardNormalizer:
             self._sums = np.where(ended_t, 0.0, self._sums)
         seen = torch.from_numpy(sums.T.copy()).flatten()
         self.moments.update(seen if mask is None else seen[mask.flatten().cpu()])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the statistics; the sums of unfinished episodes are not part of them."""
-        return dict(self.moments.state_dict())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the statistics of `state_dict`."""
-        self.moments.load_state_dict(state)

@@ -39,10 +39,3 @@ def batch_of(acting: Any, *batch: int, seed: int = 0, observe: Callable[..., Any
         "done": end.clone(),
     }
     return td.set("next", TensorDict(outcome, batch_size=batch))
-
-
-def first_gradient(learner: Any) -> list[torch.Tensor]:
-    """The gradient of the one step that `learner` has done: Adam's first moment is a tenth of it."""
-    state = learner.state_dict()["optimizer"]["state"]
-    assert [one["step"] for one in state.values()] == [1.0] * len(learner.parameters)
-    return [10 * one["exp_avg"] for one in state.values()]
