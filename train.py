@@ -69,7 +69,8 @@ from collectors.rollouts.rollout import seed_generators
 from learning.config import CONF, TRACEBACKS, describe_error, folders_named, line_prefix, resolved, run_hydra
 from learning.loop import Goal, StopRequest, Training, WeightDelay, resumed_seed
 from learning.normalization import RewardNormalizer
-from learning.options import TrainConfig
+from learning.options import TrainConfig, repays_compiling
+from learning.recurrent import RecurrentPolicy
 from learning.reporting import Reporter
 from learning.reporting.console import ConsoleReporter, worker_pids
 from learning.reporting.files import METRICS, RunFiles
@@ -93,6 +94,8 @@ def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
         device = torch.empty(0, device=cfg.device).device
     except (AssertionError, RuntimeError) as error:  # an AssertionError: PyTorch was built without CUDA
         raise ConfigError(f"device={cfg.device}: {str(error).splitlines()[0]}") from error
+    if getattr(cfg.algorithm, "compile", False) is None:
+        cfg.algorithm.compile = repays_compiling(cfg) and not isinstance(policy, RecurrentPolicy)
     learner = instantiate_setting("algorithm", cfg.algorithm, policy.to(device), critic.to(device))
     logger = instantiate_setting("logger", cfg.logger)
     callbacks = [instantiate_setting(f"callbacks[{i}]", one) for i, one in enumerate(cfg.callbacks)]
@@ -159,6 +162,7 @@ def console_of(cfg: TrainConfig, training: Training) -> ConsoleReporter:
         solved_at=training.goal.solved_at,
         resumed=resumed,
         resume_command=continues,
+        compiles=bool(getattr(training.learner, "compile", False)),
         prefix=line_prefix(run),
     )
 

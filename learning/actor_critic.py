@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -14,6 +15,11 @@ from torch import Tensor, nn
 
 from learning.networks import Policy, action_mask
 from learning.recurrent import RecurrentPolicy
+
+BETAS = (0.9, 0.999)  # of Adam: its default ones
+Columns = TypeVar("Columns", bound="tuple[Any, ...]")
+Loss = Callable[..., tuple[Tensor, ...]]
+_log = logging.getLogger(__name__)
 
 
 class Diverged(FloatingPointError):
@@ -44,6 +50,8 @@ class ActorCritic(ABC):
         entropy_coef: weight of the entropy bonus.
         max_grad_norm: the gradient is scaled down to this norm, over all parameters.
         adam_eps: Adam's epsilon.
+        compile: run the gradient step by ``torch.compile``, which takes seconds before the first one. Where it fails, a
+            warning says why, and the step runs without. None: not, unless the steps that ``train.py`` plans repay it.
 
     Attributes:
         frames: learnt from so far; the position in the schedules.
@@ -69,6 +77,7 @@ class ActorCritic(ABC):
     entropy_coef: float = 0.0
     max_grad_norm: float = 0.5
     adam_eps: float = 1e-5
+    compile: bool | None = None
 
     def __post_init__(self) -> None:
         """Make the optimizer."""
@@ -80,6 +89,26 @@ class ActorCritic(ABC):
         unique = dict.fromkeys((*self.policy.parameters(), *self.critic.parameters()))  # a shared trunk is listed once
         self.parameters = [p for p in unique if p.requires_grad]
         self.optimizer = torch.optim.Adam(self.parameters, lr=self.lr, eps=self.adam_eps, fused=True)
+        self._join_state()
+        self._compiled: Callable[..., tuple[Tensor, ...]] | None = None
+        if self.compile:
+            torch._dynamo.config.trace_autograd_ops = True  # the gradient is a part of what is compiled
+            torch.compiler.reset()  # an earlier learner of this process would be taken for this one, changed
+            # Without the layout optimization: a convolution of a changing number of images is compiled wrongly.
+            self._compiled = torch.compile(self._step, fullgraph=True, options={"layout_optimization": False})
+
+    def _join_state(self) -> None:
+        """Make the optimizer's state views of three vectors, which a gradient step updates as wholes."""
+        states = [self.optimizer.state[p] for p in self.parameters]
+        for p, state in zip(self.parameters, states, strict=True):
+            if not state:  # before the first step
+                state |= {"step": torch.zeros((), device=p.device), "exp_avg": p.new_zeros(p.shape)}
+                state["exp_avg_sq"] = p.new_zeros(p.shape)
+        self._moments = {name: torch.cat([one[name].flatten() for one in states]) for name in states[0]}
+        for name, vector in self._moments.items():
+            parts = vector.split([one[name].numel() for one in states])
+            for state, part in zip(states, parts, strict=True):
+                state[name] = part.view_as(state[name])
 
     @abstractmethod
     def update(self, batch: TensorDictBase) -> dict[str, float]:
@@ -117,24 +146,52 @@ class ActorCritic(ABC):
         self.optimizer.param_groups[0]["lr"] = lr
         return lr, round(self._scheduled(self.epochs, self.epochs_final))
 
-    def _minibatches(self, columns: Iterable[Any], sequences: int, length: int = 1) -> Iterator[tuple[Any, ...]]:
-        """Return each minibatch of one pass, in random order, over the columns of `sequences` of `length` frames each.
+    def _descend(
+        self, loss: Loss, columns: Any, shape: Sequence[int], lr: float, epochs: int, *limits: float
+    ) -> list[tuple[Tensor, ...]]:
+        """Do the gradient steps of `epochs` passes over `columns`; return what `_step` returned for each.
 
-        There are as few as ``minibatch_size`` allows, with one sequence at least; the sizes differ by one at most.
+        `loss` maps a minibatch and the `limits` to the loss, means over its frames, and others. The columns have
+        `shape` (sequences, and frames of each). A pass takes the sequences in random order, in as few minibatches as
+        ``minibatch_size`` allows; their sizes differ by one at most.
         """
-        count = max(1, math.ceil(sequences / max(1, self.minibatch_size // length)))
+        sequences, device = shape[0], self.parameters[0].device
+        count = max(1, math.ceil(sequences / max(1, self.minibatch_size // math.prod(shape[1:]))))
         sizes = [(sequences + i) // count for i in range(count)]
-        order = torch.randperm(sequences, device=self.parameters[0].device)
-        return zip(*([None] * count if x is None else x[order].split(sizes) for x in columns), strict=True)
+        settings = [torch.tensor(x, dtype=torch.float64, device=device) for x in (lr, *limits)]
+        passes = (torch.randperm(sequences, device=device).split(sizes) for _ in self._epochs(epochs))
+        return [self._run_step(loss, columns, rows, *settings) for minibatches in passes for rows in minibatches]
 
-    def _descend(self, loss: Tensor) -> Tensor:
-        """Do one gradient step on `loss`; return the norm of the gradient before it is scaled down."""
-        for parameter in self.parameters:  # zero_grad() takes twenty times as long
-            parameter.grad = None
-        loss.backward()
-        grad_norm = nn.utils.clip_grad_norm_(self.parameters, self.max_grad_norm)
-        self.optimizer.step()
-        return grad_norm
+    def _run_step(self, *arguments: Any) -> tuple[Tensor, ...]:
+        """Do `_step`, compiled if that is wanted and possible."""
+        if self._compiled is not None:
+            try:
+                return self._compiled(*arguments)
+            except Exception as error:  # noqa: BLE001  (the tracer's, a compiler's; one of the step itself comes again)
+                self._compiled, said = None, f"{type(error).__name__}: {error}".strip().partition("\n")[0]
+                _log.warning("the gradient step is not compiled, and runs as it is: %s", said)
+        return self._step(*arguments)
+
+    def _step(self, loss: Loss, columns: Any, rows: Tensor, lr: Tensor, *limits: Tensor) -> tuple[Tensor, ...]:
+        """Do one step of Adam on the minibatch `rows` of `columns`, in place; return the statistics of `loss`.
+
+        The norm of the gradient is added to their means. This is the function that is compiled.
+        """
+        value, means, *others = loss(each(columns, lambda column: column[rows]), *limits)
+        gradients = torch.autograd.grad(value, self.parameters, materialize_grads=True)
+        with torch.no_grad():
+            gradient, moments = torch.cat([one.flatten() for one in gradients]), self._moments
+            norm = gradient.norm()
+            gradient *= (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+            count, first, second = moments["step"].add_(1), moments["exp_avg"], moments["exp_avg_sq"]
+            first.lerp_(gradient, 1 - BETAS[0])
+            second.mul_(BETAS[1]).addcmul_(gradient, gradient, value=1 - BETAS[1])
+            bias = [1 - beta ** count[0].double() for beta in BETAS]
+            change = lr / bias[0] * first / ((second / bias[1]).sqrt() + self.adam_eps)
+            parts = change.split([p.numel() for p in self.parameters])
+            for parameter, part in zip(self.parameters, parts, strict=True):
+                parameter.sub_(part.view_as(parameter))
+        return torch.cat([means, norm.unsqueeze(0)]), *others
 
     def _check_diverged(self, stats: dict[str, float]) -> None:
         """Raise Diverged if a loss or the norm of the gradient is not finite."""
@@ -165,7 +222,14 @@ class ActorCritic(ABC):
         own = {name: value for name, value in group.items() if name != "params"}
         self.optimizer.load_state_dict(state["optimizer"])
         self.optimizer.param_groups[0].update(own)
+        self._join_state()
         self.frames = state["frames"]
+
+
+def each(columns: Columns, function: Callable[[Any], Any]) -> Columns:
+    """Apply `function` to each column that is not None."""
+    kind: Any = type(columns)
+    return kind(*(None if one is None else function(one) for one in columns))
 
 
 def as_sequences(x: Tensor, dimensions: int) -> Tensor:

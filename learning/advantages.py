@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ def gae(
     return discounted_sum(delta, decay)
 
 
-def successor_values(value: Tensor, done: Tensor, ends: Callable[[Tensor], Tensor]) -> Tensor:
+def successor_values(value: Tensor, done: Tensor, ends: Callable[[Any], Tensor]) -> Tensor:
     """Return the value ``V(s'_t)`` of the true successor of each observation, as `gae` and `vtrace` need it.
 
     It is the value of the next column, which is there already, except where an episode is done and in the last column.
@@ -53,12 +53,13 @@ def successor_values(value: Tensor, done: Tensor, ends: Callable[[Tensor], Tenso
     Args:
         value: ``[*B, T]``, the value ``V(s_t)`` of the observation acted on, time last.
         done: bool ``[*B, T]``, the episode ended, terminated or truncated.
-        ends: called once, with a bool ``[*B, T]``; returns the values of the successors where it is true, ``[n]``.
+        ends: called once, with an index of ``n`` frames; returns the values of their successors, ``[n]``.
     """
     last = done.clone()
     last[..., -1] = True
     following = value.detach().roll(-1, -1)
-    following[last] = ends(last)
+    index = last.nonzero(as_tuple=True)  # of a TensorDict, a bool index would not compile
+    following[index] = ends(index)
     return following
 
 

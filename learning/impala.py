@@ -9,12 +9,12 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn  # noqa: F401  (nn: wsync.config reads the types of the arguments here)
 
-from learning.actor_critic import ActorCritic, as_sequences, explained_variance, kl_divergence
+from learning.actor_critic import ActorCritic, as_sequences, each, explained_variance, kl_divergence
 from learning.advantages import successor_values, vtrace
 from learning.networks import Policy, evaluate
 from learning.recurrent import RecurrentPolicy
 
-STATS = ["loss_policy", "loss_value", "entropy", "kl", "clip_fraction", "grad_norm", "explained_variance", "value"]
+STATS = ("loss_policy", "loss_value", "entropy", "kl", "clip_fraction", "explained_variance", "value", "grad_norm")
 
 
 class Trajectories(NamedTuple):
@@ -72,10 +72,10 @@ class IMPALA(ActorCritic):
         """
         lr, epochs = self._begin_update(batch)
         x = self._prepare(batch)
-        minibatches = (one for _ in self._epochs(epochs) for one in self._minibatches(x, *x.mask.shape))
-        steps = [self._step(Trajectories(*one)) for one in minibatches]
+        steps = self._descend(self._loss, x, x.mask.shape, lr, epochs)
         self.frames += int(x.mask.sum())
-        stats = dict(zip(STATS, torch.stack(steps).mean(0).tolist(), strict=True))
+        means = torch.stack([one for (one,) in steps]).mean(0)
+        stats: dict[str, float] = dict(zip(STATS, means.tolist(), strict=True))
         self._check_diverged(stats)
         return stats | {"epochs": float(epochs), "lr": lr}
 
@@ -93,10 +93,10 @@ class IMPALA(ActorCritic):
             torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device) if mask is None else mask,
         )
         flat = Trajectories(*(as_sequences(x, batch.ndim) for x in columns))
-        return Trajectories(*(x[flat.mask.any(-1)] for x in flat))
+        return each(flat, lambda x: x[flat.mask.any(-1)])
 
-    def _step(self, x: Trajectories) -> Tensor:
-        """Do one gradient step; return the statistics named by `STATS`."""
+    def _loss(self, x: Trajectories) -> tuple[Tensor, Tensor]:
+        """Return the loss, and the first seven of `STATS`."""
         assert isinstance(self.policy, Policy)
         distribution, value = evaluate(self.policy, self.critic, x.observation)
         log_prob = distribution.log_prob(x.action)
@@ -110,11 +110,9 @@ class IMPALA(ActorCritic):
         loss_policy = -(advantage * log_prob)[x.mask].mean()
         loss_value = 0.5 * (value - target)[x.mask].square().mean()
         entropy = distribution.entropy()[x.mask].mean()
-        grad_norm = self._descend(loss_policy + self.value_coef * loss_value - self.entropy_coef * entropy)
-
+        loss = loss_policy + self.value_coef * loss_value - self.entropy_coef * entropy
         with torch.no_grad():
-            log_ratio, target = log_ratio[x.mask], target[x.mask]
+            log_ratio, target, value = log_ratio[x.mask], target[x.mask], value[x.mask]
             kl, clip_fraction = kl_divergence(log_ratio), (log_ratio.exp() > self.clip_rho).float().mean()
-            value = value[x.mask]
-            explained, mean = explained_variance((value - target).var(correction=0), target), value.mean()
-            return torch.stack([loss_policy, loss_value, entropy, kl, clip_fraction, grad_norm, explained, mean])
+            explained = explained_variance((value - target).var(correction=0), target)
+            return loss, torch.stack([loss_policy, loss_value, entropy, kl, clip_fraction, explained, value.mean()])

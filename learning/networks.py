@@ -108,11 +108,6 @@ class CategoricalPolicy(Policy):
         return (parameters if noise is None else parameters + noise).argmax(-1)
 
     @override
-    def log_prob(self, parameters: Tensor, action: Tensor) -> Tensor:
-        # A distribution takes longer to make.
-        return parameters.log_softmax(-1).gather(-1, action.unsqueeze(-1)).squeeze(-1)
-
-    @override
     def from_parameters(self, parameters: Tensor) -> distributions.Distribution:
         return distributions.Categorical(logits=parameters, validate_args=False)
 
@@ -136,8 +131,6 @@ class MultiCategoricalPolicy(CategoricalPolicy):
     def choose(self, parameters: Tensor, noise: Tensor | None) -> Tensor:
         scores = parameters if noise is None else parameters + noise
         return self._by_choice(scores, -math.inf).argmax(-1)
-
-    log_prob = Policy.log_prob
 
     @override
     def from_parameters(self, parameters: Tensor) -> distributions.Independent:

@@ -6,7 +6,6 @@ its weights; those of rewards are used by the trainer alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -26,12 +25,14 @@ class Moments(nn.Module):
 
     mean: Tensor
     var: Tensor
+    scale: Tensor  # one over the standard deviation; kept, because what acts needs it at each step
     count: Tensor
 
     def __init__(self, *shape: int) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(shape, dtype=torch.float32))
         self.register_buffer("var", torch.ones(shape, dtype=torch.float32))
+        self.register_buffer("scale", torch.ones(shape, dtype=torch.float32))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     @torch.no_grad()
@@ -44,6 +45,7 @@ class Moments(nn.Module):
         squares = self.var.double() * (1 - share) + rows.var(0, correction=0) * share
         self.var.copy_(squares + difference.square() * share * (1 - share))
         self.mean.add_(difference * share)
+        self.scale.copy_((self.var + 1e-8).rsqrt())
         self.count.add_(n)
 
 
@@ -81,7 +83,7 @@ class ObservationNormalizer(nn.Module):
 
     def _normalized(self, i: int, part: Tensor) -> Tensor:
         moments = self.moments[i]
-        return ((part - moments.mean) * (moments.var + 1e-8).rsqrt()).clamp(-CLIP, CLIP)
+        return ((part - moments.mean) * moments.scale).clamp(-CLIP, CLIP)
 
 
 def _is_measured(spec: Spec) -> bool:
@@ -91,21 +93,22 @@ def _is_measured(spec: Spec) -> bool:
     return spec.low is None or spec.high is None or not (bool((spec.low == 0).all()) and bool((spec.high == 1).all()))
 
 
-class RewardNormalizer:
+class RewardNormalizer(nn.Module):
     """What the learner gets as rewards: ``raw``, ``normalized`` or ``sign``.
 
     ``normalized``: divided by the standard deviation of the discounted sum of rewards so far, and clipped, as in
-    Stable-Baselines3's VecNormalize. The sums continue from batch to batch, row for row, also over missing frames and
-    where another worker's batch follows; they start at 0 again where the number of rows changes. `gamma` is the
-    discount per step.
+    Stable-Baselines3's VecNormalize, with `gamma` as the discount per step. The sums continue from batch to batch, row
+    for row, also over missing frames and where another worker's batch follows. They start at 0 again where the number
+    of rows changes, and after a resume.
     """
 
     def __init__(self, how: str = "raw", gamma: float = 0.99) -> None:
+        super().__init__()
         self.how, self.gamma = how, gamma
         self.moments = Moments()
         self._sums = np.zeros(0)
 
-    def __call__(self, batch: TensorDictBase) -> TensorDictBase:
+    def forward(self, batch: TensorDictBase) -> TensorDictBase:
         """Return `batch` ``[*B, T]`` with the learner's rewards; the given one is unchanged."""
         if self.how == "raw":
             return batch
@@ -115,7 +118,7 @@ class RewardNormalizer:
             step.set("reward", reward.sign())
         else:
             self._update(reward.squeeze(-1), step.get("done").squeeze(-1), batch.get("mask", None))
-            step.set("reward", (reward * (self.moments.var + 1e-8).rsqrt()).clamp(-CLIP, CLIP))
+            step.set("reward", (reward * self.moments.scale).clamp(-CLIP, CLIP))
         return batch.copy().set("next", step)
 
     def _update(self, reward: Tensor, done: Tensor, mask: Tensor | None) -> None:
@@ -128,11 +131,3 @@ class RewardNormalizer:
             self._sums = np.where(ended_t, 0.0, self._sums)
         seen = torch.from_numpy(sums.T.copy()).flatten()
         self.moments.update(seen if mask is None else seen[mask.flatten().cpu()])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the statistics; the sums of unfinished episodes are not part of them."""
-        return dict(self.moments.state_dict())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue with the statistics of `state_dict`."""
-        self.moments.load_state_dict(state)

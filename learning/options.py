@@ -123,6 +123,15 @@ LIMITS = {
 """What each setting may be, beyond its type; None is possible wherever the type allows it."""
 
 
+COMPILED_FROM = 10_000  # gradient steps: compiling takes ten seconds or so, and saves a millisecond of each
+
+
+def repays_compiling(config: TrainConfig) -> bool:
+    """Return whether the gradient steps that a run plans, on the CPU, repay compiling them."""
+    frames_each = min(config.algorithm.minibatch_size, config.frames_per_batch)
+    return config.device == "cpu" and config.algorithm.epochs * config.total_frames / frames_each >= COMPILED_FROM
+
+
 def check(config: TrainConfig, settings: Collection[str]) -> None:
     """Raise ConfigError for a setting that is not among `settings`, is out of range, or contradicts another one."""
     for name, value in _values(config, settings):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn  # noqa: F401  (nn: wsync.config reads the types of the arguments here)
 from torch.distributions import Distribution
 
-from learning.actor_critic import ActorCritic, as_sequences, explained_variance, kl_divergence
+from learning.actor_critic import ActorCritic, as_sequences, each, explained_variance, kl_divergence
 from learning.advantages import gae, successor_values
 from learning.networks import Policy, evaluate
 from learning.recurrent import STATE, RecurrentCritic, RecurrentPolicy
@@ -32,11 +31,6 @@ class Frames(NamedTuple):
     is_init: Tensor | None = None  # where an episode starts
     weight: Tensor | None = None  # decoupled: the action's probability before the update over that when it acted
     mask: Tensor | None = None  # where there is a frame
-
-    def map(self, function: Callable[[Any], Any]) -> Frames:
-        """Apply `function` to all that is not None."""
-        applied: Any = [None if x is None else function(x) for x in self]
-        return Frames(*applied)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -77,8 +71,7 @@ class PPO(ActorCritic):
         lr, epochs = self._begin_update(batch)
         clip = self._scheduled(self.clip, self.clip_final)
         frames, summary = self._prepare(batch)
-        minibatches = (one for _ in self._epochs(epochs) for one in self._minibatches(frames, *frames.value.shape))
-        steps = [self._step(Frames(*one), clip) for one in minibatches]
+        steps = self._descend(self._loss, frames, frames.value.shape, lr, epochs, clip)
         means, log_ratio = torch.stack([one for one, _ in steps]).mean(0), torch.cat([one for _, one in steps])
         clip_fraction = ((log_ratio.exp() - 1.0).abs() > clip).float().mean()
         values = torch.cat([means, torch.stack([kl_divergence(log_ratio), clip_fraction])])
@@ -106,12 +99,12 @@ class PPO(ActorCritic):
         state = batch.get(STATE, None)
         if state is None:
             rows = Frames(*columns, weight=weight)
-            frames = rows.map(lambda x: x.flatten(0, batch.ndim - 1) if mask is None else x[mask])
+            frames = each(rows, lambda x: x.flatten(0, batch.ndim - 1) if mask is None else x[mask])
         else:
             valid = torch.ones_like(advantage, dtype=torch.bool) if mask is None else mask
             sequences = Frames(*columns, state, batch.get("is_init").squeeze(-1), weight, mask=valid)
             present = valid.reshape(-1, valid.shape[-1]).any(-1)  # a minibatch without a frame would have no mean
-            frames = sequences.map(lambda x: as_sequences(x, batch.ndim)[present])
+            frames = each(sequences, lambda x: as_sequences(x, batch.ndim)[present])
         flat = _flat(frames)
         explained = explained_variance(flat.advantage.var(correction=0), flat.target)
         self.frames += len(flat.value)
@@ -152,9 +145,9 @@ class PPO(ActorCritic):
         value, mask = self.critic.of_features(features), frames.mask
         return self.policy.from_parameters(parameters[mask]), value[mask], _flat(frames)
 
-    def _step(self, frames: Frames, clip: float) -> tuple[Tensor, Tensor]:
-        """Do one gradient step; return the first four of `STATS`, and the log-ratios of the probabilities before it."""
-        distribution, value, frames = self._evaluate(frames)
+    def _loss(self, minibatch: Frames, clip: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the loss, the first three of `STATS`, and the log-ratios of the probabilities."""
+        distribution, value, frames = self._evaluate(minibatch)
         log_ratio = distribution.log_prob(frames.action) - frames.log_prob
         ratio = log_ratio.exp()
         advantage = frames.advantage
@@ -163,19 +156,13 @@ class PPO(ActorCritic):
         objective = torch.min(advantage * ratio, advantage * ratio.clamp(1.0 - clip, 1.0 + clip))
         loss_policy = -(objective if frames.weight is None else frames.weight * objective).mean()
         loss_value = 0.5 * (value - frames.target).square().mean()
-
         with torch.set_grad_enabled(self.entropy_coef != 0.0):
             entropy = distribution.entropy().mean()
         loss = loss_policy + self.value_coef * loss_value - self.entropy_coef * entropy
-        grad_norm = self._descend(loss)
-        with torch.no_grad():
-            return torch.stack([loss_policy, loss_value, entropy, grad_norm]), log_ratio.detach()
+        return loss, torch.stack([loss_policy, loss_value, entropy]).detach(), log_ratio.detach()
 
 
 def _flat(frames: Frames) -> Frames:
     """Return sequences as frames ``[n, ...]``; frames are returned as they are."""
-    if frames.mask is None:
-        return frames
-    rest = (frames.action, frames.log_prob, frames.advantage, frames.target, frames.value)
-    weight = None if frames.weight is None else frames.weight[frames.mask]
-    return Frames(None, *(x[frames.mask] for x in rest), weight=weight)
+    mask, rest = frames.mask, frames._replace(observation=None, state=None, is_init=None, mask=None)
+    return frames if mask is None else each(rest, lambda x: x[mask])

@@ -21,14 +21,18 @@ def learner_of(kind: Callable[..., L], spec: Spec = CHOICE, seed: int = 0, **opt
     return kind(make_policy(4, spec, (8, 8)), make_critic(4, (8, 8)), **options)
 
 
-def batch_of(acting: Any, *batch: int, seed: int = 0) -> TensorDict:
+def four_numbers(*batch: int) -> torch.Tensor:
+    return torch.randn(*batch, 4)
+
+
+def batch_of(acting: Any, *batch: int, seed: int = 0, observe: Callable[..., Any] = four_numbers) -> TensorDict:
     """Experience of a policy: the larger the action, the better."""
     torch.manual_seed(seed)
     with torch.no_grad():
-        td = acting(TensorDict({"observation": torch.randn(*batch, 4)}, batch_size=batch))
+        td = acting(TensorDict({"observation": observe(*batch)}, batch_size=batch))
     end = torch.ones(*batch, 1, dtype=torch.bool)
     outcome = {
-        "observation": torch.randn(*batch, 4),
+        "observation": observe(*batch),
         "reward": td["action"].float().reshape(*batch, -1).sum(-1, keepdim=True),
         "terminated": end,
         "truncated": ~end,

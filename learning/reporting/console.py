@@ -27,6 +27,8 @@ from learning.reporting.files import relative_path
 from learning.summary import return_text
 from wsync.metrics import PHASES
 
+COMPILING = "compiling the gradient step in the first update …"
+
 
 def microseconds(value: float | None) -> str:
     """Write a duration with the unit that fits: µs, ms or s."""
@@ -75,6 +77,7 @@ class ConsoleReporter(Reporter):
     solved_at: float | None = None  # mean return that counts as solved
     resumed: str = ""  # what the run continues, in words
     resume_command: str = ""  # continues a run that was interrupted or has failed, followed by its folder
+    compiles: bool = False  # the gradient step, in the first update
     prefix: str = ""  # of every line, where several runs write to one terminal; there is no live display then
     worker_pids: Sequence[int] = ()  # set when the workers have been started, before `begin`
     _shown_at: float = -math.inf
@@ -101,12 +104,15 @@ class ConsoleReporter(Reporter):
             self._bar.add_task("", total=self.total_frames)
             self._live = Live(console=self.console, get_renderable=self._render, refresh_per_second=4)
             self._live.start()
+        elif self.compiles:
+            self._print(Text(COMPILING))
 
     def _print(self, line: Text) -> None:
         self.console.print(Text.assemble(self.prefix, line), soft_wrap=True)
 
     def _render(self) -> Group:
-        line = Text("starting the workers, and collecting the first batch …", style="dim")
+        compiling = f", and {COMPILING}" if self.compiles else " …"
+        line = Text(f"starting the workers, collecting the first batch{compiling}", style="dim")
         if self._latest:
             self._bar.update(self._bar.task_ids[0], completed=min(self._latest.frames, self.total_frames))
             shown = figures(self._latest, self.solved_at).items()

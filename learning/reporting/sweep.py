@@ -96,7 +96,7 @@ def report(folder: Path, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console.width = 1000
-    table = Table(box=SIMPLE_HEAD, title=_counted(runs), title_justify="left")
+    table = Table(box=SIMPLE_HEAD, title=f"{len(runs)} run{'s' * (len(runs) > 1)}", title_justify="left")
     shown = [name for name in columns(runs) if not (console.is_terminal and name in _SPARE)]
     for name in shown:
         table.add_column(name, justify="left" if name in ("backend", "status") else "right", no_wrap=True)
@@ -210,10 +210,6 @@ def _draw(folder: Path, runs: Sequence[Run]) -> Iterator[Path]:
         yield folder / name
 
 
-def _counted(runs: Sequence[Run]) -> str:
-    return "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-
-
 def _page(runs: Sequence[Run], left_out: Sequence[str], pictures: Sequence[Path]) -> str:
     head = "".join(f"<th>{html.escape(name)}</th>" for name in columns(runs))
     rows = [
@@ -223,7 +219,7 @@ def _page(runs: Sequence[Run], left_out: Sequence[str], pictures: Sequence[Path]
     body = "".join(f'<tr class="{"median" if is_median else ""}">{cells}</tr>\n' for is_median, cells in rows)
     encoded = {one.name: base64.b64encode(one.read_bytes()).decode() for one in pictures}
     images = "".join(f'<img alt="{name}" src="data:image/png;base64,{one}">\n' for name, one in encoded.items())
-    title = html.escape(f"{common(runs, 'env') or 'Sweep'}: {_counted(runs)}")
+    title = html.escape(f"{common(runs, 'env') or 'Sweep'}: {len(runs)} run{'s' * (len(runs) > 1)}")
     missing = "".join(f"<p>Left out: {html.escape(line)}</p>\n" for line in left_out)
     return _PAGE.format(title=title, head=head, body=body, missing=missing, images=images)
 

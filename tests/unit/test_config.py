@@ -22,7 +22,7 @@ from collectors.config import EnvConfig, MultiSyncConfig, instantiate_setting, s
 from collectors.errors import ConfigError
 from learning import CNN, MLP, PPO, RNN
 from learning.config import describe_error
-from learning.options import LIMITS, TrainConfig
+from learning.options import LIMITS, TrainConfig, repays_compiling
 from learning.reporting.files import FolderError
 from learning.reporting.wandb_logger import WandbLogger
 from learning.resuming import SETTINGS, with_earlier_overrides
@@ -262,6 +262,12 @@ def test_an_impossible_value_is_refused_by_the_name_of_its_setting(override: str
 def test_the_numbers_that_have_a_limit_are_settings_and_infinity_is_possible_where_it_is_a_limit_itself() -> None:
     assert {name for name in LIMITS if name not in learning.config.settings()} == set()
     check(config("timeout=inf", "algorithm.max_grad_norm=inf", "algorithm.lr_end_factor=0"))
+
+
+def test_a_gradient_step_is_compiled_where_the_planned_steps_repay_it() -> None:
+    half_cheetah = ("env=mujoco/half_cheetah", "total_frames=100_000")
+    repays = {half_cheetah: True, (*half_cheetah, "device=cuda"): False, ("env=atari/breakout",): True, (): False}
+    assert {overrides: repays_compiling(config(*overrides)) for overrides in repays} == repays
 
 
 def test_an_impossible_pair_is_refused() -> None:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from bandit import CHOICE, TORQUES, batch_of, learner_of
+from bandit import CHOICE, TORQUES, batch_of, four_numbers, learner_of
+from tensordict import TensorDict
 
-from collectors.environments.specs import Spec
-from learning import IMPALA, PPO
+from collectors.environments.specs import Spec, SpecTree
+from learning import CNN, IMPALA, MLP, PPO, make_actor_critic
 
 every_learner = pytest.mark.parametrize(
     ("kind", "options"), [(PPO, {"epochs": 2, "minibatch_size": 32}), (IMPALA, {"minibatch_size": 32})]
@@ -63,3 +64,61 @@ def test_resumes_where_it_was(kind: Any, options: dict[str, Any], tmp_path: Any)
     assert stats[0] == stats[1] and stats[0]["lr"] == 0.75 * learner_of(kind).lr
     for p, q in zip(first.parameters, second.parameters, strict=True):
         assert torch.equal(p, q)
+
+
+def images(*batch: int) -> torch.Tensor:
+    return torch.randint(0, 256, (*batch, 1, 36, 36), dtype=torch.uint8)
+
+
+def masked(*batch: int) -> TensorDict:
+    allowed = torch.rand(*batch, 3) < torch.tensor([1.0, 0.5, 0.5])  # the first one always
+    return TensorDict({"observation": four_numbers(*batch), "action_mask": allowed.float()}, batch)
+
+
+NUMBERS = Spec(torch.Size([4]), torch.float32)
+SPECS: dict[Any, SpecTree] = {
+    four_numbers: NUMBERS,
+    masked: {"observation": NUMBERS, "action_mask": Spec(torch.Size([3]), torch.float32)},
+    images: Spec(torch.Size([1, 36, 36]), torch.uint8),
+}
+SLOW = [pytest.param(k, o, CHOICE, marks=pytest.mark.slow) for k in (PPO, IMPALA) for o in (masked, images)]
+
+
+@pytest.mark.parametrize(("kind", "observe", "action"), [(PPO, four_numbers, TORQUES), *SLOW])
+def test_compiled_200_steps_and_a_resumption_in_between_are_what_they_are_without(
+    kind: Any, observe: Any, action: Spec, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING")
+    learners, network, lr = [], *((CNN, 1e-6) if observe is images else (MLP, 1e-4))
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        networks = make_actor_critic(network, SPECS[observe], action, shared=network is CNN)
+        learners.append(kind(*networks, epochs=5, minibatch_size=32, lr=lr, lr_end_factor=0.0, compile=compiled))
+    for i in range(10):
+        if i in (3, 6):
+            learners[i == 3].load_state_dict(copy.deepcopy(learners[i == 6].state_dict()))
+        batch, stats = batch_of(learners[0].policy, 8, 16, seed=i, observe=observe), []
+        for learner in learners:
+            torch.manual_seed(i)
+            stats.append(learner.update(batch))
+        for name in ("loss_policy", "loss_value", "entropy", "grad_norm", "kl"):
+            assert stats[1][name] == pytest.approx(stats[0][name], rel=1e-5, abs=1e-5), (i, name)
+    assert learners[1].state_dict()["optimizer"]["state"][0]["step"] == 200
+    assert not caplog.messages  # of a step that is not compiled
+
+
+class Branching(MLP):
+    def forward(self, observation: torch.Tensor) -> torch.Tensor:
+        return super().forward(observation if observation.sum() > 0 else 2 * observation)
+
+
+def test_a_policy_that_does_not_compile_is_named_once_and_learns_as_without(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING")
+    stats = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        learner = PPO(*make_actor_critic(Branching, NUMBERS, CHOICE), minibatch_size=32, compile=compiled)
+        stats.append([learner.update(batch_of(learner.policy, 8, 16, seed=i)) for i in range(2)])
+    assert stats[0] == stats[1]
+    (said,) = caplog.messages
+    assert said.startswith("the gradient step is not compiled, and runs as it is: ") and "\n" not in said
