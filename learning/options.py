@@ -123,6 +123,9 @@ LIMITS = {
 """What each setting may be, beyond its type; None is possible wherever the type allows it."""
 
 
+_ELSEWHERE_CALLED = {"learning_rate": "lr", "n_steps": "frames_per_batch", "total_timesteps": "total_frames"} | {
+    "batch_size": "minibatch_size", "clip_range": "clip", "ent_coef": "entropy_coef", "n_envs": "num_envs"
+}  # fmt: skip
 COMPILED_FROM = 10_000  # gradient steps: compiling takes ten seconds or so, and saves a millisecond of each
 
 
@@ -171,7 +174,7 @@ def _values(config: Any, settings: Collection[str], prefix: str = "") -> Iterato
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return "; did you mean …?" with the same name in another group, or else one that is spelt similarly."""
-    last = re.split("[./]", name)[-1]
+    last = _ELSEWHERE_CALLED.get(last := re.split("[./]", name)[-1], last)
     elsewhere = [one for one in known if re.split("[./]", one)[-1] == last]
     close = get_close_matches(name, elsewhere, n=1, cutoff=0.0) or get_close_matches(name, known, n=1)
     return f"; did you mean '{close[0]}'?" if close else ""
