@@ -10,14 +10,7 @@ from torch import Tensor
 
 
 def gae(
-    reward: Tensor,
-    value: Tensor,
-    next_value: Tensor,
-    terminated: Tensor,
-    done: Tensor,
-    *,
-    gamma: float,
-    lmbda: float,
+    reward: Tensor, value: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, *, gamma: float, lmbda: float
 ) -> Tensor:
     """Estimate advantages by GAE(lambda), equation 16 of Schulman et al., https://arxiv.org/abs/1506.02438.
 

@@ -34,8 +34,7 @@ from learning.reporting.sweep import report
 from learning.resuming import config_folders, is_override, with_earlier_overrides
 from wsync import WeightSyncError
 
-CONF = Path(__file__).resolve().parents[1] / "conf"
-"""The folder of the project's configs."""
+CONF = Path(__file__).resolve().parents[1] / "conf"  # the folder of the project's configs
 TRACEBACKS = "HYDRA_FULL_ERROR" in os.environ  # set by the user; `run_hydra` sets it for Hydra afterwards
 _NOISE = ("full_key", "object_type", "reference_type", "See http", "To append")
 _OF_HYDRA = (HydraException, OmegaConfBaseException, YAMLError)

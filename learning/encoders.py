@@ -21,8 +21,7 @@ from collectors.environments.transforms import without_side_effects
 
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 SMALLEST = 36  # height and width that `NatureCNN` needs
-Observation = Any
-"""A tensor ``[*B, *obs]``, or a TensorDict of such tensors."""
+Observation = Any  # a tensor ``[*B, *obs]``, or a TensorDict of such tensors
 
 
 def linear(fan_in: int, fan_out: int, gain: float = math.sqrt(2.0)) -> nn.Linear:

@@ -16,8 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from collectors.errors import ConfigError
 from learning.summary import objective_of, summary_without_frames
 
-MISSING: Any = "???"
-"""A value that has to be given, as OmegaConf spells it."""
+MISSING: Any = "???"  # a value that has to be given, as OmegaConf spells it
 
 
 @dataclass

@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
 WINDOW = 100  # episodes in the mean return that is compared with the threshold of a solved environment
 RECENT = 1000  # updates in a row's percentiles; the summary's are over all of them
-_SAVED = (
+_SAVED = (  # counters that a checkpoint has as they are
     *("frames", "episodes", "acted_frames", "versions_behind", "staleness_max", "version", "seconds_learning"),
     *("solved_after", "resumes", "dropped_batches", "dropped_frames"),
 )
-"""Counters that a checkpoint has as they are."""
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,9 @@ import yaml
 from collectors.errors import ConfigError
 from learning.reporting.files import file_errors, relative_path
 
-SETTINGS = Path(".hydra") / "resume.yaml"
-"""A file in the folder of a run: its overrides, and its config folder."""
+SETTINGS = Path(".hydra") / "resume.yaml"  # in the folder of a run: its overrides, and its config folder
+# Groups whose option follows from that of another group, unless it is named.
 _DEPENDENT = {"weight_sync": ("collector",), "env": ("algorithm", "policy")}
-"""Groups whose option follows from that of another group, unless it is named."""
 _log = logging.getLogger(__name__)
 
 

@@ -12,14 +12,13 @@ from learning.progress import Progress
 from wsync import SyncMetrics
 from wsync.metrics import PHASES, ledger
 
-_NO_UPDATE: dict[str, Any] = {
+_NO_UPDATE: dict[str, Any] = {  # the figures of a weight sync without updates
     "latency_us": dict.fromkeys(("p50", "p95", "p99", "max")),
     "phases_us": dict.fromkeys(PHASES),
     **dict.fromkeys(("seconds", "share", "age", "plain_copy_us", "over_plain_copy")),
 }
-"""The figures of a weight sync without updates."""
+# Advice for a resumed run that has already reached its goal, by status.
 _TO_CONTINUE = {"solved": "Set stop_when_solved=false to continue.", "finished": "Raise total_frames to continue."}
-"""Advice for a resumed run that has already reached its goal, by status."""
 
 
 def summarise(

@@ -33,8 +33,7 @@ FIGURES = {
     "mean staleness": partial(number, digits=2),
 }
 """The figures of a run in the table, in the units of ``summary.json`` (µs, s), and how each is formatted."""
-_SPARE = ("frames to solved", "sync p95", "sync p99", "mean staleness")
-"""Columns that a terminal does without."""
+_SPARE = ("frames to solved", "sync p95", "sync p99", "mean staleness")  # a terminal does without
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,8 @@ import wsync
 
 ROOT = Path(__file__).parents[2]
 OPTIONAL = (
-    "cloudpickle",
-    "gymnasium",
-    "hydra",
-    "matplotlib",
-    "omegaconf",
-    "prometheus_client",
-    "pytest",
-    "ray",
-    "rich",
-    "typer",
-    "wandb",
-    "zstandard",
+    *("cloudpickle", "gymnasium", "hydra", "matplotlib", "omegaconf", "prometheus_client"),
+    *("pytest", "ray", "rich", "typer", "wandb", "zstandard"),
 )
 PROGRAM = f"""
 import sys

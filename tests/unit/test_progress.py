@@ -54,9 +54,7 @@ def test_solved_is_to_have_been_reached_once_and_a_resumed_run_keeps_that() -> N
         told = summarise(status, again, 0.85, SyncMetrics(""), Failures(), Staleness())
         assert (told["solved"], told["solved_after_frames"]) == (True, 100)
         assert told["verdict"].startswith(f"{status.capitalize()} after 200 frames in ")
-        assert "mean return 0.800 over the last 100 episodes; 0.85 counts as solved, first reached after 100" in str(
-            told
-        )
+        assert "mean return 0.800 over the last 100 episodes; 0.85 counts as solved, first" in told["verdict"]
 
 
 def test_masked_frames_do_not_count() -> None:
@@ -87,9 +85,8 @@ def test_a_row_has_the_cost_of_its_own_update() -> None:
     row = progress.synchronised({"loss": 0.5}, metrics, 1)
     assert row.weight_sync is not None
     assert (row.weight_sync.latency_us, row.weight_sync.bytes) == (pytest.approx(1000), 1000)
-    assert row.weight_sync.phases_us == pytest.approx(
-        {**dict.fromkeys(PHASES, 0.0), "pack": 100.0, "acknowledge": 900.0}
-    )
+    phases = {**dict.fromkeys(PHASES, 0.0), "pack": 100.0, "acknowledge": 900.0}
+    assert row.weight_sync.phases_us == pytest.approx(phases)
     assert progress.synchronised({}, metrics, 1).weight_sync is None  # nothing new was reported
     metrics.record(report(3))
     after = progress.synchronised({}, metrics, 3).weight_sync
