@@ -1,4 +1,4 @@
-"""All figures of the performance page, by one command: ``make figures``, half an hour on an idle machine.
+"""All figures of the performance page, by one command: ``make figures``, a quarter of an hour on an idle machine.
 
 Runs the benchmarks below one after the other, each as a user would, and writes their tables with the commands into
 docs/figures.md, the pictures beside it. A benchmark that fails is on the page as well, with the end of its output, and
@@ -165,7 +165,7 @@ def main(
         raise typer.BadParameter(f"unknown benchmark {', '.join(sorted(unknown))}: choose from {known}")
     console = Console()
     parts = [
-        "# Figures\n\n*This page is made by `make figures`, which takes half an hour. [Performance](performance.md) "
+        "# Figures\n\n*This page is made by `make figures`, which takes a quarter of an hour. [Performance](performance.md) "
         "explains it.*\n\nBenchmarks that compare two sides run both in alternation, in one run, and print the ratio. "
         "Where a machine is shared, read the ratios rather than the times. p50 and p95 are the median and the 95th "
         "percentile.",
