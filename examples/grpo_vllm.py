@@ -19,6 +19,7 @@ import urllib.request
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -122,4 +123,6 @@ def main():
 
 
 if __name__ == "__main__":
+    if find_spec("vllm") is None:
+        sys.exit("vLLM is not installed here: make engines")
     main()

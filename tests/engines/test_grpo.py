@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("vllm", reason="needs vLLM: make engines")
 ROOT = Path(__file__).parents[2]
 
 
