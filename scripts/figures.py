@@ -166,9 +166,9 @@ def main(
     console = Console()
     parts = [
         "# Figures\n\n*This page is made by `make figures`, which takes a quarter of an hour. "
-        "[Performance](performance.md) explains it.*\n\nBenchmarks that compare two sides run both in alternation, in one "
-        "run, and print the ratio. Where a machine is shared, read the ratios rather than the times. p50 and p95 are the "
-        "median and the 95th percentile.",
+        "[Performance](performance.md) explains it.*\n\nBenchmarks that compare two sides run both in alternation, "
+        "in one run, and print the ratio. Where a machine is shared, read the ratios rather than the times. p50 and "
+        "p95 are the median and the 95th percentile.",
         f"Measured on {machine()}",
     ]
     failed = False
