@@ -255,7 +255,7 @@ def test_ctrl_c_stops_it_cleanly(tmp_path: Path, long_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_ends_at_a_second_ctrl_c_leaves_no_temporary_folder(tmp_path: Path, short_path: Path) -> None:
-    process = started(tmp_path, TMPDIR=str(short_path))
+    process = started(tmp_path, "algorithm.compile=false", TMPDIR=str(short_path))
     for _ in range(2):
         process.send_signal(signal.SIGINT)
     process.communicate(timeout=250)

@@ -46,7 +46,7 @@ def test_an_experiment_of_ones_own_trains_and_resumes_with_its_statistics_and_it
         state = checkpoint.load(tmp_path / run)
         assert any("layers" in name for name in state["learner"]["policy"])
         name = "network.normalizer.moments.0.count"
-        statistics = state["learner"]["policy"][name], state["rewards"]["count"]
+        statistics = state["learner"]["policy"][name], state["rewards"]["moments.count"]
         counts.append((*map(int, statistics), state["progress"]["frames"]))
     assert counts == [(512, 512, 512), (1024, 1024, 1024)]
     assert evaluate(tmp_path).startswith("return ")  # with the config folder of the run
