@@ -81,10 +81,11 @@ SPECS: dict[Any, SpecTree] = {
     masked: {"observation": NUMBERS, "action_mask": Spec(torch.Size([3]), torch.float32)},
     images: Spec(torch.Size([1, 36, 36]), torch.uint8),
 }
-SLOW = [pytest.param(k, o, CHOICE, marks=pytest.mark.slow) for k in (PPO, IMPALA) for o in (masked, images)]
+CASES = [(PPO, four_numbers, TORQUES), *((kind, one, CHOICE) for kind in (PPO, IMPALA) for one in (masked, images))]
 
 
-@pytest.mark.parametrize(("kind", "observe", "action"), [(PPO, four_numbers, TORQUES), *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "observe", "action"), CASES)
 def test_compiled_200_steps_and_a_resumption_in_between_are_what_they_are_without(
     kind: Any, observe: Any, action: Spec, caplog: pytest.LogCaptureFixture
 ) -> None:
