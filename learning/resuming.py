@@ -18,7 +18,7 @@ from collectors.errors import ConfigError
 from learning.reporting.files import file_errors, relative_path
 
 SETTINGS = Path(".hydra") / "resume.yaml"  # in the folder of a run: its overrides, and its config folder
-# Groups whose option follows from that of another group, unless it is named.
+# By group: the groups that take their option from it, unless the command line names one.
 _DEPENDENT = {"weight_sync": ("collector",), "env": ("algorithm", "policy")}
 _log = logging.getLogger(__name__)
 

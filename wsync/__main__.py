@@ -33,7 +33,7 @@ def main() -> None:
             sys.exit(any(row.style for row in table.rows))
         with Live(table, console=console, auto_refresh=False) as live:
             while True:
-                time.sleep(1.0)
+                time.sleep(1.0)  # between two readings of the rows
                 live.update(table_of(read(*sys.argv[2:])), refresh=True)
     except KeyboardInterrupt:
         return
@@ -59,7 +59,7 @@ def table_of(rows: list[dict[str, Any]]) -> Any:
     for row in rows:
         row["since"] = row["sent_at"] and f"{time.time() - row['sent_at']:.0f} s"
         if row["used"] is False:
-            row["error"] = row["error"] or "nothing has used its gate"
+            row["error"] = row["error"] or "no call has entered its gate"
         doubt = "yellow" if row["error"] or (row["behind"] or 0) > 1 else None
         style = "bold red" if row["state"] in ("dead", "never connected") else doubt
         table.add_row(*("–" if row[name] is None else str(row[name]) for name in _COLUMNS), style=style)

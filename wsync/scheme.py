@@ -460,7 +460,7 @@ class WeightSyncScheme:
         return self._as_sender("wait_async").wait()
 
     def ledger(self) -> list[dict[str, Any]]:
-        """On the sender: which version each worker has, in rows of plain values. It asks nobody; None is not known.
+        """On the sender: which version each worker has, in rows of plain values; None: not known. No message is sent.
 
         ``model``, ``scheme``, ``worker``; ``where``: its process, address or URL; ``state``: "alive", "dead", "never
         connected", "not known"; ``sent``, ``sent_at``: the newest version for it, in Unix seconds; ``installed``,

@@ -418,7 +418,7 @@ class Sender:
     # --- what workers have ---
 
     def ledger(self) -> list[dict[str, Any]]:
-        """Return a row for each worker; see ``WeightSyncScheme.ledger``. It takes no lock, and waits for nobody."""
+        """Return a row for each worker; see ``WeightSyncScheme.ledger``. It takes no lock, and does not wait."""
         outlet, clock, rows = self.outlet, time.time() - time.monotonic(), list[dict[str, Any]]()
         for worker in self._everyone:
             row = {**_ROW, "worker": worker, "sent": self.sent_version, **outlet.seen(worker, self.sent_version)}

@@ -149,7 +149,7 @@ class Outlet(Protocol):
         return {"installed": version} if cause is None else {"error": cause.text}
 
     def verify(self, digests: Mapping[int, dict[str, int]], deadline: float | None) -> Mapping[int, Cause]:
-        """Ask workers whether the tensors that are installed have these digests; return why not, or who is silent."""
+        """Ask workers whether the tensors that are installed have these digests; return by worker why not."""
         raise WeightSyncError("verify() is not answered here: by readers of a store, or by engines")
 
     def disconnect(self, worker: int, cause: str) -> None:

@@ -21,7 +21,7 @@ def cluster() -> None:
 
 @pytest.fixture(scope="module")
 def no_cluster() -> None:
-    """For the files whose tests start clusters of their own."""
+    """For test files that start clusters of their own."""
     ray.shutdown()
 
 

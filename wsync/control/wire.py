@@ -240,7 +240,7 @@ class SocketStream(asyncio.BufferedProtocol):
         self._have = 0  # bytes in `_head` that were not read
         self._target: memoryview | None = None  # what `read_into` fills
         self._changes = Changes()
-        self._error = ""  # why it has ended; not an exception, whose traceback would keep the callers' objects
+        self._error = ""  # why it has ended: text, as the traceback of an exception would keep objects alive
         self._paused = self._full = False
 
     # --- called by the loop ---

@@ -186,13 +186,13 @@ class Engine:
         _, source, transfer = self._transfer
         if update is None:
             return
-        has_steps = hasattr(transfer, "prepare")
+        has_steps = hasattr(transfer, "prepare")  # a user's transfer may have `send_weights` alone
         if update.undecided and not has_steps:
             raise EngineError(f"{self.client.url}: its transfer cannot prepare a version: send() each model")
         self.client.version, self.client.times = update.version, (0.0, 0.0)
         source.update = update
         try:
-            if hasattr(transfer, "stage"):
+            if hasattr(transfer, "stage"):  # bodies of HTTP requests have nothing to do before the pause
                 await self._blocking(transfer.stage)
             async with self._paused():
                 if not has_steps or await self._prepare(transfer, *states):

@@ -1,4 +1,4 @@
-"""Hugging Face ``transformers``, and TRL, whose trainers are made from it: a callback that sends the model."""
+"""Hugging Face ``transformers``, and TRL, which is built on it: a callback that sends the model."""
 
 from __future__ import annotations
 
