@@ -15,7 +15,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
@@ -149,12 +149,12 @@ class BlockingCalls:
 
     def start(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
         """Have a function called; return the future of its result."""
-        work = Future[T]()
-        self._calls.put((work, partial(function, *args, **kwargs)))
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._calls.put((result, partial(function, *args, **kwargs)))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
-        return asyncio.wrap_future(work)
+        return result
 
     def end(self) -> None:
         """End the thread, once it is idle."""
@@ -167,14 +167,26 @@ class BlockingCalls:
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
-            work, function = call
-            if work.set_running_or_notify_cancel():
+            result, function = call
+            answer = error = None
+            if not result.cancelled():
                 try:
-                    work.set_result(function())
-                except BaseException as error:  # noqa: BLE001  raised again where it is awaited
-                    plain = isinstance(error, Exception) and not isinstance(error, StopIteration)  # no end of the loop
-                    work.set_exception(error if plain else RuntimeError(f"{type(error).__name__}: {error}"))
-            del call, work, function  # not kept until the next call: they may have a buffer
+                    answer = function()
+                except BaseException as raised:  # noqa: BLE001  raised again where it is awaited
+                    plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)  # no end of the loop
+                    error = raised if plain else RuntimeError(f"{type(raised).__name__}: {raised}")
+            with suppress(RuntimeError):  # the loop has ended
+                result.get_loop().call_soon_threadsafe(_settle, result, answer, error)
+            del call, result, function, answer, error  # not kept until the next call: they may have a buffer
+
+
+def _settle(future: asyncio.Future[Any], answer: object, error: Exception | None) -> None:
+    if future.done():  # its waiter was cancelled
+        return
+    if error is None:
+        future.set_result(answer)
+    else:
+        future.set_exception(error)
 
 
 async def run_blocking(name: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

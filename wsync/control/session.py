@@ -46,9 +46,10 @@ class Medium:
     waits_for_close = False  # on the sender: whether ``send`` is inside a user's call, which only ``close`` can end
 
     async def send(self, link: Link, offer: Offer, payload: Buffer | bytes) -> None:
-        """Trainer: send the offer by ``link``, then whole weights or a difference; return when the memory is free.
+        """Trainer: send the offer by ``link``, then whole weights or a difference.
 
-        A medium that carries the weights beside ``link`` sets ``Offer.medium``.
+        The memory is not reused before the worker has answered. A medium that carries the weights beside ``link`` sets
+        ``Offer.medium``.
 
         Raises:
             ConnectionError: nothing can be sent to this worker any more.

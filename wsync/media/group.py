@@ -139,7 +139,8 @@ class GroupMedium(BlockingMedium):
                 self._begin(rank, buffer)  # gloo only takes note of it
             else:
                 await self._call(self._begin, rank, buffer)
-            await self._call(self._finish, buffer.flat)
+            if rank == 1 or self._backend == "nccl":  # what gloo sends, it has sent when the worker answers
+                await self._call(self._finish, buffer.flat)
         except (RuntimeError, OSError) as error:
             self._require_open()
             raise ConnectionError(f"the process group has broken: {error}") from error
@@ -150,7 +151,7 @@ class GroupMedium(BlockingMedium):
             self._group = _nccl_group(self._store, rank, device, deadline)
         else:
             self._group, self._connections = _gloo_group(self._store, rank, host, deadline)
-        if self._ended.done():  # `close` came before there was a group to close
+        if self._ended:  # `close` came before there was a group to close
             self._release()
 
     def _begin(self, rank: int, buffer: Buffer) -> None:
@@ -198,7 +199,7 @@ def _keep_inherited() -> None:
 def _join_at_exit() -> None:
     """Let groups that are being destroyed be so: gloo would abort the process if the interpreter ended meanwhile."""
     for medium in [*_media]:
-        if medium._ended.done():
+        if medium._ended:
             medium._closing.join(_EXIT_TIMEOUT)
             medium._transfers.join(_EXIT_TIMEOUT)
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from msgspec.structs import replace
 
 from wsync.control.session import checksum_of
-from wsync.control.wire import Changes, Link, Offer, Side
+from wsync.control.wire import Link, Offer, Side
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import WeightSyncError, as_text
 from wsync.media import BlockingMedium
@@ -45,7 +46,6 @@ class TransportMedium(BlockingMedium):
         self._is_set_up = False
         self._sent = Side()  # of which version ``send_weights`` has returned last, or why it has failed
         self._receiving: asyncio.Future[Any] | None = None  # a call of ``receive_weights`` that was not used yet
-        self._changes = Changes()  # of either, and the end
 
     @property
     def waits_for_close(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -68,8 +68,10 @@ class TransportMedium(BlockingMedium):
         except ConnectionError:
             raise
         except Exception as error:  # a user's transport raises anything; raised again
-            await asyncio.wait((self._ended,), timeout=_GRACE)
-            if self._ended.done():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_GRACE):
+                    await self._changes.until(lambda: self._ended)
+            if self._ended:
                 raise ConnectionError(f"the worker has gone; its transport raised {error!r}") from error
             await link.send(Side(offer.version, as_text(error)))
             raise
@@ -109,7 +111,6 @@ class TransportMedium(BlockingMedium):
             options = {"weights": own, "strategy": self._strategy}
             receive = self._transport.receive_weights
             self._receiving = self._start(self._transfers, lambda _=into: receive(remaining(deadline), **options))
-            self._receiving.add_done_callback(lambda _: self._changes.tell())
         call = self._receiving
         await self._until(lambda: call is None or call.done() or self._has_failed(offer))
         if call is None or self._has_failed(offer):  # the call may return the next update
@@ -131,11 +132,6 @@ class TransportMedium(BlockingMedium):
 
     def _has_failed(self, offer: Offer) -> bool:
         return self._has_returned(offer) and bool(self._sent.text)
-
-    async def _until(self, ready: Callable[[], bool]) -> None:
-        await self._changes.until(lambda: ready() or self._ended.done())
-        if not ready():
-            self._require_open()
 
     # --- both ---
 
@@ -164,7 +160,7 @@ class TransportMedium(BlockingMedium):
 
     def _make_and_set_up(self, set_up: Callable[[TransportBackend], Any]) -> None:
         self._transport = require_transport(self._scheme.create_transport(self._worker))
-        if self._ended.done():  # `close` came before there was a transport to close
+        if self._ended:  # `close` came before there was a transport to close
             self._release()
         set_up(self._transport)
 
@@ -172,10 +168,6 @@ class TransportMedium(BlockingMedium):
         if not said.number:  # the set-up has failed
             raise ConnectionError(said.text)
         self._sent = said
-        self._changes.tell()
-
-    def close(self) -> None:
-        super().close()
         self._changes.tell()
 
     def _release(self) -> None:
