@@ -173,7 +173,8 @@ class BlockingCalls:
                 try:
                     answer = function()
                 except BaseException as raised:  # noqa: BLE001  raised again where it is awaited
-                    plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)  # no end of the loop
+                    # As they are, the others would end the loop.
+                    plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
                     error = raised if plain else RuntimeError(f"{type(raised).__name__}: {raised}")
             with suppress(RuntimeError):  # the loop has ended
                 result.get_loop().call_soon_threadsafe(_settle, result, answer, error)
