@@ -24,7 +24,7 @@ from wsync.errors import (
 )
 from wsync.gate import gate, gated
 from wsync.legacy import WeightReceiver, WeightSender
-from wsync.metrics import SyncMetrics, serve_metrics
+from wsync.metrics import SyncMetrics, serve_metrics, trace_updates
 from wsync.paths import CollectorContext, NoSuchPath, RemoteWorker, find_model, find_object
 from wsync.registry import register_backend, registered_backends
 from wsync.scheme import WeightSyncScheme
@@ -83,6 +83,7 @@ __all__ = [
     "registered_backends",
     "serve_metrics",
     "synchronize",
+    "trace_updates",
     "transforms",
     "worker_list",
 ]

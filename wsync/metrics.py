@@ -63,6 +63,32 @@ def serve_metrics(port: int, host: str = "127.0.0.1") -> WSGIServer:
     return server
 
 
+_tracer: Any = None  # what ``trace_updates`` has made
+
+
+def trace_updates(provider: Any = None) -> None:
+    """Have each update that is finished from now on, of all schemes of this process, be an OpenTelemetry span.
+
+    It is named ``wsync.update``, and has the scheme, the version, the bytes, the workers, and the seconds of each phase.
+    ``provider``: a ``TracerProvider``; by default the global one. ImportError: ``opentelemetry-api`` is missing.
+    """
+    global _tracer
+    try:
+        from opentelemetry import trace  # pyright: ignore[reportMissingImports]
+    except ModuleNotFoundError as error:
+        raise missing_extra(error, "metrics") from error
+    _tracer = trace.get_tracer("wsync", tracer_provider=provider)
+
+
+def _trace(scheme: str, report: SyncReport) -> None:
+    end, workers = time.time_ns(), [*report.workers]
+    seconds = {f"wsync.{phase}_seconds": value for phase, value in report.phases.items()}
+    own = {"wsync.scheme": scheme, "wsync.version": report.version, "wsync.bytes": report.bytes}
+    attributes = {**own, "wsync.workers": workers, **seconds}
+    span = _tracer.start_span("wsync.update", start_time=end - int(report.seconds * 1e9), attributes=attributes)
+    span.end(end)
+
+
 class SyncMetrics:
     """The reports of one scheme's updates: how many ``updates``, and the ``last``. Printed, it is one line."""
 
@@ -79,6 +105,8 @@ class SyncMetrics:
         self.seconds += report.seconds
         self._reports.append(report)
         self.last = report  # after it is kept: another thread may call ``summary``
+        if _tracer is not None:
+            _trace(self.scheme, report)
 
     def observe(self, versions: torch.Tensor | Sequence[int]) -> None:
         """Take in which versions acted in frames that are used now, for ``age``; below 0: none. Collectors do it."""

@@ -139,3 +139,18 @@ def test_the_rows_are_served_and_shown(tmp_path: Path) -> None:
     (tmp_path / "ledger.json").write_text(json.dumps([*rows, rows[0] | {"state": "dead", "where": "pid 9"}]))
     assert (left := status(tmp_path)).returncode == 1 and "pid 9" in left.stdout
     assert "wsync status: " in status(tmp_path / "none").stderr
+
+
+def test_updates_are_spans_of_opentelemetry() -> None:
+    trace = pytest.importorskip("opentelemetry.sdk.trace")
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter").InMemorySpanExporter()
+    provider = trace.TracerProvider()
+    provider.add_span_processor(trace.export.SimpleSpanProcessor(memory))
+    wsync.trace_updates(provider)
+    with wsync.SharedMemWeightSyncScheme() as scheme:
+        scheme.init_in_process("actor", linear(0), linear(1))
+        report = scheme.send()
+    (span,) = memory.get_finished_spans()
+    provider.shutdown()
+    assert report is not None and span.name == "wsync.update" and span.attributes["wsync.version"] == report.version
+    assert abs((span.end_time - span.start_time) * 1e-9 - report.seconds) < 1e-6
