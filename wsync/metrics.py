@@ -69,7 +69,7 @@ _tracer: Any = None  # what ``trace_updates`` has made
 def trace_updates(provider: Any = None) -> None:
     """Have each update that is finished from now on, of all schemes of this process, be an OpenTelemetry span.
 
-    It is named ``wsync.update``, and has the scheme, the version, the bytes, the workers, and the seconds of each phase.
+    It is named ``wsync.update``, and has the scheme, version, bytes, workers, and the seconds of each phase.
     ``provider``: a ``TracerProvider``; by default the global one. ImportError: ``opentelemetry-api`` is missing.
     """
     global _tracer

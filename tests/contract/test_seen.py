@@ -149,6 +149,7 @@ def test_updates_are_spans_of_opentelemetry() -> None:
     wsync.trace_updates(provider)
     with wsync.SharedMemWeightSyncScheme() as scheme:
         scheme.init_in_process("actor", linear(0), linear(1))
+        scheme.model(torch.zeros(2))
         report = scheme.send()
     (span,) = memory.get_finished_spans()
     provider.shutdown()
