@@ -67,7 +67,7 @@ from collectors.distributed import is_worker, join_trainer
 from collectors.errors import ConfigError
 from collectors.rollouts.rollout import seed_generators
 from learning.config import CONF, TRACEBACKS, describe_error, folders_named, line_prefix, resolved, run_hydra
-from learning.loop import Goal, StopRequest, Training, WeightDelay, resumed_seed
+from learning.loop import Goal, StopRequest, Training, WeightDelay, delays, resumed_seed
 from learning.normalization import RewardNormalizer
 from learning.options import TrainConfig, repays_compiling
 from learning.recurrent import RecurrentPolicy
@@ -104,7 +104,8 @@ def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
             raise ConfigError(f"logger and callbacks derive from learning.reporting.Reporter, not so {reporter!r}")
 
     goal = Goal(cfg.total_frames, solved_at(cfg.env), cfg.stop_when_solved)
-    delay = WeightDelay(cfg.staleness)
+    recorded = None if cfg.staleness_from is None else Path(to_absolute_path(cfg.staleness_from))
+    delay = WeightDelay(delays(cfg.staleness, cfg.staleness_spread, recorded, cfg.seed))
     training = Training(learner, scheme, goal, folder, cfg.checkpoint_every, delay, cfg.sync_each)
     run = HydraConfig.get()
     overrides = [one.replace("\\", "") for one in run.overrides.task]  # a sweep's launcher escapes colons, for example

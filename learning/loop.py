@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import random
 import signal
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle, repeat
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Self
@@ -25,6 +27,7 @@ from learning.actor_critic import ActorCritic, Diverged, check_finite
 from learning.normalization import ObservationNormalizer, RewardNormalizer
 from learning.progress import Progress
 from learning.reporting import Reporter
+from learning.reporting.files import read_rows
 from learning.summary import summarise
 
 if TYPE_CHECKING:
@@ -88,17 +91,20 @@ class StopRequest:
 
 
 class WeightDelay:
-    """Holds each version of a policy's weights back until the learner has done `updates` further updates.
+    """Holds each version of a policy's weights back until the learner has done so many further updates.
 
-    This is a weight sync with a long latency and enough bandwidth: every version arrives, in order, and late. Until the
+    ``delays``: how many, for every version, or for one after the other. This is a weight sync with a long latency and
+    enough bandwidth: versions are sent in order, and late; of those that become due together, the newest. Until the
     first one is due, workers act with the weights that they were started with. The staleness of a frame is the newest
     version sent, plus the number held back (``len``), less the frame's version.
     """
 
-    def __init__(self, updates: int = 0) -> None:
-        self.updates = updates
-        self._held_back: deque[dict[str, Any]] = deque()
+    def __init__(self, delays: int | Iterator[int] = 0) -> None:
+        self._delays = repeat(delays) if isinstance(delays, int) and delays else delays or None
+        self._held_back: deque[tuple[int, dict[str, Any]]] = deque()  # with the update after which each is due
+        self._updates = 0
         self._acting: nn.Module | None = None
+        self.skipped = 0  # versions that will not be sent, as a newer one was sent in their place, by `exchange`
 
     def __len__(self) -> int:
         """Return the number of versions held back."""
@@ -106,7 +112,7 @@ class WeightDelay:
 
     def acting_policy(self, policy: nn.Module) -> nn.Module:
         """Return a module with the weights that workers have or start with; after a resume they may be older."""
-        if self.updates == 0:
+        if self._delays is None:
             return policy
         if self._acting is None:
             self._acting = copy.deepcopy(policy)
@@ -114,27 +120,43 @@ class WeightDelay:
 
     def exchange(self, policy: nn.Module) -> nn.Module | None:
         """Take the weights of `policy` after an update; return what to send now, valid until the next call, or None."""
-        if self.updates == 0:
+        if self._delays is None:
             return policy
-        acting, due = self.acting_policy(policy), None
-        self._held_back.append(copy.deepcopy(policy.state_dict()))
-        while len(self) > self.updates:  # more than one, if a resumed run has a shorter delay
-            due = self._held_back.popleft()
-        if due is None:
+        self._updates += 1
+        self._held_back.append((self._updates + next(self._delays), copy.deepcopy(policy.state_dict())))
+        due = []
+        while self._held_back and self._held_back[0][0] <= self._updates:
+            due.append(self._held_back.popleft()[1])
+        if not due:
             return None
-        acting.load_state_dict(due)
+        self.skipped, acting = len(due) - 1, self.acting_policy(policy)
+        acting.load_state_dict(due[-1])
         return acting
 
     def state_dict(self) -> dict[str, Any]:
         """Return the weights that are held back, and those that workers have."""
         acting = None if self._acting is None else self._acting.state_dict()
-        return {"held_back": list(self._held_back), "acting": acting}
+        return {"held_back": [weights for _, weights in self._held_back], "updates": self._updates, "acting": acting}
 
     def load_state_dict(self, state: Mapping[str, Any], policy: nn.Module) -> None:
-        """Continue from where `state_dict` was taken; `policy` is the learner's."""
-        if self.updates and state["acting"] is not None:
+        """Continue from where `state_dict` was taken, with delays of this object; `policy` is the learner's."""
+        if self._delays is not None and state["acting"] is not None:
             self.acting_policy(policy).load_state_dict(state["acting"])
-            self._held_back.extend(state["held_back"])
+            self._updates, held_back = state["updates"], state["held_back"]
+            first = self._updates - len(held_back) + 1
+            self._held_back.extend((i + next(self._delays), one) for i, one in enumerate(held_back, first))
+
+
+def delays(least: int, spread: int = 0, recorded: Path | None = None, seed: int = 0) -> int | Iterator[int]:
+    """Return what ``WeightDelay`` takes: ``least`` updates, and up to ``spread`` more, drawn uniformly.
+
+    Or the staleness of each batch in the folder of a ``recorded`` run, again and again. FolderError: there is none.
+    """
+    if recorded is not None:
+        found = [round(row["staleness"]) for row in read_rows(recorded)]
+        return cycle(found or [0])
+    generator = random.Random(seed)
+    return (least + generator.randint(0, spread) for _ in repeat(None)) if spread else least
 
 
 @dataclass(frozen=True)
@@ -224,6 +246,8 @@ class Training:
             learning = self._learn(batch)
             progress.seconds_learning += time.perf_counter() - began
             if (due := self.delay.exchange(self.learner.policy)) is not None:
+                if self.delay.skipped:  # versions have the numbers of updates
+                    scheme.continue_from(scheme.version + self.delay.skipped)
                 collector.update_policy_weights_(due)
                 not_sent += not scheme.sends_weights
             row = progress.synchronised(learning, scheme.metrics, scheme.version, collector.failures.failed.total())

@@ -34,6 +34,8 @@ class TrainConfig:
         total_frames: the run ends with the batch that reaches them, at the latest.
         stop_when_solved: end as soon as the mean of the last 100 returns reaches ``env.solved_at``.
         staleness: updates by which each version of the weights is sent late, see ``learning.loop.WeightDelay``.
+        staleness_spread: so many updates later at most: each version's delay is drawn uniformly.
+        staleness_from: folder of a run whose batches had the delays, one after the other.
         seed: the seed of environments, policies and the learner; a resumed run derives another one from it and the
             frames so far.
         timeout: seconds that connecting and sending weights may take; None: no limit, but the collectors for workers
@@ -53,6 +55,8 @@ class TrainConfig:
     total_frames: int = MISSING
     stop_when_solved: bool = True
     staleness: int = 0
+    staleness_spread: int = 0
+    staleness_from: str | None = None
     seed: int = 0
     timeout: float | None = 60.0
     device: str = "cpu"
@@ -102,8 +106,8 @@ LIMITS = {
     ),
     **_each(
         Annotated[float, Field(ge=0)],
-        "staleness checkpoint_every collector.init_random_frames collector.max_restarts collector.run_ahead "
-        "collector.max_staleness algorithm.clip_c logger.start_after logger.close_within",
+        "staleness staleness_spread checkpoint_every collector.init_random_frames collector.max_restarts "
+        "collector.run_ahead collector.max_staleness algorithm.clip_c logger.start_after logger.close_within",
     ),
     **_each(
         Annotated[float, Field(ge=0, allow_inf_nan=False)],
@@ -151,8 +155,11 @@ def check(config: TrainConfig, settings: Collection[str]) -> None:
     joins = getattr(config.collector, "cat_results", "stack")
     if joins != "stack" and not (config.num_envs > 1 and joins in (0, -2)):
         raise ConfigError(f"collector.cat_results={joins}: it has to be stack, or 0 where num_envs is above 1")
-    if config.sync_each == "epoch" and config.staleness:
-        raise ConfigError(f"staleness={config.staleness} counts updates: it cannot be combined with sync_each=epoch")
+    late = [name for name, value in vars(config).items() if name.startswith("staleness") and value]
+    if late and config.sync_each == "epoch":
+        raise ConfigError(f"{late[0]} counts updates: it cannot be combined with sync_each=epoch")
+    if "staleness_from" in late and len(late) > 1:
+        raise ConfigError("staleness_from has the delays: it cannot be combined with staleness or staleness_spread")
     try:
         objective_of(summary_without_frames(), config.objective)
     except ValueError as error:

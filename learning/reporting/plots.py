@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import cycle, pairwise
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 INK, MUTED, BLUE, ORANGE, PALE, RED = "#1f2933", "#7b8794", "#2563eb", "#d97706", "#93c5fd", "#b91c1c"
 COLOURS = (BLUE, ORANGE, "#059669", "#db2777", "#7c3aed", "#64748b", "#0891b2", RED)
 Rows = Sequence[dict[str, Any]]
+_FEW = 5  # runs of a value: with fewer, their interval says nothing
+_RESAMPLES = 2000
 Groups = Mapping[str, Sequence["Run"]]
 
 
@@ -181,14 +184,31 @@ def sweep_returns(groups: Groups, env: str, solved_at: float | None) -> Figure:
     return figure
 
 
+def iqm(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of the middle half of ``values``, and the ends of its 95 % interval (percentile bootstrap).
+
+    As in Agarwal et al. 2021, https://arxiv.org/abs/2108.13264, for one task.
+    """
+
+    def middle(samples: Any) -> Any:
+        cut = samples.shape[-1] // 4
+        return np.sort(samples, axis=-1)[..., cut : samples.shape[-1] - cut].mean(-1)
+
+    own = np.asarray(values)
+    low, high = np.percentile(middle(np.random.default_rng(0).choice(own, (_RESAMPLES, own.size))), (2.5, 97.5))
+    return float(middle(own)), float(low), float(high)
+
+
 def sweep_setting(groups: Groups, setting: str, env: str) -> Figure:
     """Draw returns over a setting that is a number; `groups` differ in other settings.
 
     On the left those at the end of each run, on the right those of the whole run, which also tell slow learning.
     """
-    subtitle = "a dot for each complete run; line: median over the seeds; band: lowest to highest"
+    counts = Counter((name, float(run.settings[setting])) for name, group in groups.items() for run in group)
+    values, few = sorted({value for _, value in counts}), min(counts.values(), default=0) < _FEW
+    told = "median over the seeds; band: lowest to highest" if few else "interquartile mean; band: its 95 % interval"
+    subtitle = f"a dot for each complete run; line: {told}"
     figure, axes = new_figure(11, 2, f"Return over {setting}{env}", subtitle, (1, 1), 4.6 + 0.1 * len(groups))
-    values = sorted({float(run.settings[setting]) for group in groups.values() for run in group})
     positive = [value for value in values if value > 0]
     for ax, whole in zip(axes, (False, True), strict=True):
         for (label, group), colour in zip(groups.items(), cycle(COLOURS), strict=False):
@@ -197,8 +217,10 @@ def sweep_setting(groups: Groups, setting: str, env: str) -> Figure:
             ax.scatter(*zip(*points, strict=True), s=14, color=colour)
             at = sorted({x for x, _ in points})
             found = [[y for other, y in points if other == x] for x in at]
-            ax.plot(at, [float(np.median(ys)) for ys in found], color=colour, linewidth=2, label=label)
-            low, high = [min(ys) for ys in found], [max(ys) for ys in found]
+            middle, low, high = zip(
+                *[(np.median(ys), min(ys), max(ys)) if few else iqm(ys) for ys in found], strict=True
+            )
+            ax.plot(at, middle, color=colour, linewidth=2, label=label)
             ax.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
         if positive and values[0] >= 0 and values[-1] >= 8 * positive[0]:
             ax.set_xscale("symlog", linthresh=positive[0], base=2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import html
 import math
 import statistics
@@ -21,7 +22,7 @@ from learning.reporting.console import microseconds, number
 from learning.reporting.files import METRICS, SUMMARY, FolderError, file_errors, read_rows, read_summary
 from learning.summary import return_text
 
-PAGE = "sweep.html"
+PAGE, DATA = "sweep.html", "sweep.csv"
 FIGURES = {
     "s to solved": number,
     "frames to solved": partial(number, digits=0),
@@ -92,6 +93,12 @@ def report(folder: Path, console: Console | None = None) -> None:
     pictures = list(_draw(folder, runs))
     with file_errors(folder / PAGE):
         (folder / PAGE).write_text(_page(runs, left_out, pictures), encoding="utf-8")
+        with open(folder / DATA, "w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, [*columns(runs), "return over the run"])
+            writer.writeheader()
+            writer.writerows(
+                _cells(run, runs) | run.figures | {"return over the run": run.return_over_run} for run in runs
+            )
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console.width = 1000
