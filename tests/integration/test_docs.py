@@ -27,15 +27,6 @@ class TestScheme(BackendContract):
     def make_scheme(self, **options):
         return Scheme(**options)
 """
-BYTES_TEST = """
-from bytes_backend import BytesScheme
-from test_file_backend import TestFiles as _TestFiles
-
-
-class TestBytes(_TestFiles):
-    def make_scheme(self, **options):
-        return BytesScheme(self.folder, **options)
-"""
 
 
 @pytest.fixture
@@ -70,7 +61,7 @@ def test_a_program_runs(folder: Path, name: str) -> None:
 
 
 def test_the_programs_are_found() -> None:
-    assert len(PROGRAMS) == 5 and {*SLOW} <= {*PROGRAMS}
+    assert len(PROGRAMS) == 4 and {*SLOW} <= {*PROGRAMS}
 
 
 def test_the_page_names_the_private_attributes_of_a_scheme() -> None:
@@ -82,11 +73,10 @@ def test_the_page_names_the_private_attributes_of_a_scheme() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(700)
 def test_the_backends_of_the_page_and_the_example_pass_the_contract_outside_the_repository(folder: Path) -> None:
-    (folder / "test_bytes.py").write_text(BYTES_TEST)
     for name in ("socket", "queue"):
         (folder / f"test_{name}s.py").write_text(CONTRACT_TEST.format(name=name, scheme=f"{name.capitalize()}Scheme"))
     shutil.copy(ROOT / "examples" / "custom_backend.py", folder / "my_backend.py")
-    files = ["test_file_backend.py", "test_bytes.py", "test_sockets.py", "test_queues.py", "my_backend.py"]
+    files = ["test_file_backend.py", "test_sockets.py", "test_queues.py", "my_backend.py"]
     options = ("-v", "-p", "no:cacheprovider", "--strict-markers", "--rootdir", str(folder))
     printed = run(folder, "-m", "pytest", *options, *files)
     assert all(f"{file}::" in printed for file in files) and "passed" in printed
