@@ -33,7 +33,7 @@ from wsync.update import LAST_VERSION, Connection, Inbox, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
 from wsync.weights.snapshot import snapshot
 from wsync.weights.strategy import WeightStrategy
-from wsync.weights.targets import Destination, Target, load_extra, unshare
+from wsync.weights.targets import Destination, Target, unshare
 from wsync.weights.tensors import describe, digest_of
 
 _PAUSE = 0.02  # seconds between two attempts to end the wait of a connecting thread
@@ -188,7 +188,7 @@ class Receiver:
 
     def _apply(self, update: Update) -> None:
         assert self._target is not None, "an inbox delivers no update before its layout"
-        self._target.install(update.views, load_extra(update.extra))
+        self._target.install(update.views, self.destination.extra_of(update.extra))
 
     def _break_if_unusable(self, update: Update, error: str) -> None:
         failure = f"worker {self.worker_idx}: version {update.version} of '{self.model_id}' could not be installed"
@@ -230,7 +230,7 @@ class Receiver:
     def check(self, update: Update) -> None:
         """Raise what installing an update would raise. Called inside the gate."""
         assert self._target is not None, "an update before its layout"
-        self._target.check_only(update.views, load_extra(update.extra))
+        self._target.check_only(update.views, self.destination.extra_of(update.extra))
 
     def verify(self, digests: dict[str, int]) -> None:
         """Raise ``LayoutMismatch`` if the model's tensors have other digests. Called inside the gate."""

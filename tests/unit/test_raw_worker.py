@@ -111,3 +111,32 @@ def test_any_text_of_an_error_reaches_the_trainer(text: str) -> None:
             with pytest.raises(wsync.WorkerFailed, match=r"😀|a file") as failed:
                 sender.send()
     assert len(str(failed.value)) < 1 << 17
+
+
+unpickled = list[str]()
+
+
+def note(text: str) -> None:
+    unpickled.append(text)
+
+
+class Planted(nn.Linear):
+    """Its extra state runs code where it is unpickled."""
+
+    def get_extra_state(self) -> object:
+        return self
+
+    def set_extra_state(self, state: object) -> None: ...
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return note, ("it has run",)
+
+
+@pytest.mark.parametrize("load", [None, list])
+def test_extra_state_is_unpickled_for_a_module_alone(load: Any) -> None:
+    unpickled.clear()
+    with wsync.SharedMemWeightSyncScheme(timeout=20.0) as sender:
+        sender.init_on_sender("policy", model=Planted(2, 2), num_workers=1)
+        with make_worker(sender, 0, model=None if load else Planted(2, 2), load=load) as worker:
+            connect(sender.connect, worker)
+            assert bool(unpickled) is (load is None)

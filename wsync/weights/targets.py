@@ -303,6 +303,10 @@ class Destination:
         """The model, if it is a module: its forwards pass through the gate."""
         return self.model if is_module(self.model) else None
 
+    def extra_of(self, blob: bytes) -> dict[str, Any]:
+        """Return extra state for a module. A function and a mapping take none, and nothing is unpickled for them."""
+        return load_extra(blob) if self._load is None and self.module is not None else {}
+
     def target(self, layout: Layout, *, bind: bool) -> Target:
         """Return what takes weights of ``layout``; LayoutMismatch: they do not fit. Detach an earlier target first."""
         if self._transform is not None:
