@@ -44,7 +44,8 @@ class ActorPPO(PPO):
             setattr(rollout_buffer, name, np.concatenate([rollout[name] for rollout in rollouts], axis=1))
         rollout_buffer.pos, rollout_buffer.full = n_rollout_steps, True
         self.num_timesteps += n_rollout_steps * env.num_envs
-        self.ep_info_buffer.extend(sum(episodes, []))
+        for some in episodes:
+            self.ep_info_buffer.extend(some)
         mean = np.mean([episode["r"] for episode in self.ep_info_buffer] or [0.0])
         print(f"version {min(versions)}: return {mean:.0f}", flush=True)
         callback.on_rollout_end()
