@@ -38,6 +38,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 from torch import nn
 from torch.compiler import is_compiling
+from torch.jit import ScriptModule
 
 from wsync.deadlines import remaining
 
@@ -275,12 +276,14 @@ def gate_model(module: nn.Module, methods: Collection[str] | None = None) -> Non
     module is not gated (except a copy that the module's own ``__deepcopy__`` makes by ``type(self)``). Called inside
     the gate.
 
-    TypeError: its ``forward`` is a generator or a coroutine, which would run through several versions.
-    AttributeError: it has no method of a given name.
+    TypeError: its ``forward`` is a generator or a coroutine, which would run through several versions; or it is a
+    TorchScript module. AttributeError: it has no method of a given name.
     """
     original = type(module)
     if _ORIGINAL in vars(original):
         return
+    if isinstance(module, ScriptModule):
+        raise TypeError("a TorchScript module cannot be gated: synchronise the module that it was made from")
     if _runs_later(original.forward):
         raise TypeError(f"{original.__name__}.forward runs later than it is called: use wsync.gate() inside it")
     names = None if methods is None else frozenset(methods)
@@ -319,6 +322,8 @@ def ungate_model(module: nn.Module) -> None:
 
 
 def _call_part(part: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if _gate._depth and is_compiling():  # a part of a model that is compiled: its graph has no lock
+        return call(*args, **kwargs)
     return _gate.call_model(part, call, args, kwargs)
 
 

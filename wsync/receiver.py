@@ -362,11 +362,12 @@ class Receiver:
     def _detach(self) -> None:
         process_gate().detach(self._hook)
         newest = max(self.version, self.inbox.newest)
-        if newest > self._first and not process_gate().used and self.destination.module is not None and self._gate:
+        unseen = not process_gate().used or (self.version == self._first < newest - 1)
+        if newest > self._first and unseen and self.destination.module is not None and self._gate:
             warnings.warn(
                 f"worker {self.worker_idx}: updates up to version {newest} of '{self.model_id}' came, and its model "
-                "was never called through the gate, where they are installed between two forwards. What bypasses it: "
-                "docs/lifecycle.md",
+                "was not called through the gate since, where they are installed between two forwards. What bypasses "
+                "it, such as an exported or traced copy: docs/lifecycle.md",
                 stacklevel=2,
             )
         if self in _receivers:

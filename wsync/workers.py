@@ -26,7 +26,7 @@ import torch
 from wsync.control.listen import Contact, Listener
 from wsync.control.loop import ControlLoop, control_loop
 from wsync.control.processes import Processes, pidfd_of, require_descriptors, watched
-from wsync.control.session import LATE, Medium, WorkerSession, checksum_of, wait_for
+from wsync.control.session import HELD, LATE, Medium, WorkerSession, checksum_of, wait_for
 from wsync.control.wire import Offer, Settings
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout, WorkerDied, WorkerFailed, join_indices, last_line
@@ -99,6 +99,7 @@ class Workers(Outlet):
         self._version = 0  # the newest that any worker was given
         self._given: dict[int, Mapping[int, Member]] = {}  # by version: to whom it was given
         self._rejected: dict[int, str] = {}  # workers whose models do not fit, since `connect` was called
+        self._refused = ""  # why a process was not accepted, since then
         self._news = asyncio.Event()  # a worker has connected, was rejected, or has ended
         self._leftovers: set[Member] = set()  # disconnected ones whose processes live on
         self._tasks: set[Any] = set()  # one for each worker
@@ -112,9 +113,9 @@ class Workers(Outlet):
         worker = contact.hello.worker
         if not 0 <= worker < self._num_workers:
             last = self._num_workers - 1
-            return await contact.refuse(f"index {worker} is out of range: there are workers 0 to {last}")
+            return await self._refuse(contact, f"index {worker} is out of range: there are workers 0 to {last}")
         if worker in self._members:
-            return await contact.refuse(f"index {worker} is taken by a worker that is connected")
+            return await self._refuse(contact, f"index {worker} is taken by a worker that is connected")
         task, member = asyncio.current_task(), Member(contact.pid, contact.where)
         self._tasks.add(task)
         try:
@@ -124,7 +125,7 @@ class Workers(Outlet):
                     member.block = self._arena.open_block(wake, member.pidfd, worker)
                     await contact.accept((*self._arena.fds, self._arena.signal, wake))
                 except IndexError:
-                    return await contact.refuse("too many processes that were connected before still live")
+                    return await self._refuse(contact, "too many processes that were connected before still live")
                 finally:
                     os.close(wake)
             else:
@@ -145,6 +146,10 @@ class Workers(Outlet):
             self._release_when_dead(member)
             self._tasks.discard(task)
             del task  # else it and this frame keep each other, and with them the memory of the arena
+
+    async def _refuse(self, contact: Contact, why: str) -> None:
+        self._refused = f"; a process was refused: {why}"
+        await contact.refuse(why)
 
     def _note_change(self, member: Member) -> None:
         """A session has an answer, or has ended. Called before any waiting thread is woken."""
@@ -259,6 +264,7 @@ class Workers(Outlet):
 
         self._listener.start(self._welcome)
         self._rejected.clear()
+        self._refused = ""
         for worker, fd in sentinels.items():
             loop.add_reader(fd, note_death, worker, fd)
         missing = [worker for worker in workers if worker not in self._members]
@@ -273,12 +279,14 @@ class Workers(Outlet):
                     raise_causes(rejected, "weights do not fit")
                     if died := dead.intersection(missing):
                         causes = dict.fromkeys(sorted(died), "its process has ended before it has connected")
-                        raise WorkerDied(f"worker(s) {join_indices(died)} ended before they had connected", causes)
+                        ended = f"worker(s) {join_indices(died)} ended before they had connected"
+                        raise WorkerDied(ended + self._refused, causes)
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
             late, connected = "did not connect in time", join_indices(self._members) or "none"
-            message = f"worker(s) {join_indices(missing)} {late} (connected: {connected})"
+            longer = "if they need longer to start, give a larger timeout=" + self._refused
+            message = f"worker(s) {join_indices(missing)} {late} (connected: {connected}): {longer}"
             raise SyncTimeout(message, dict.fromkeys(missing, late)) from None
         finally:
             for fd in sentinels.values():
@@ -446,7 +454,7 @@ class Workers(Outlet):
                     causes[worker] = state
                 del pending[worker]
             if not pending or remaining(deadline) == 0.0:
-                return causes | dict.fromkeys(pending, LATE)
+                return causes | dict.fromkeys(pending, HELD)
             arena.wait(tuple(one.block for one in pending.values()), version, remaining(deadline))
 
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:

@@ -333,11 +333,12 @@ async def wait_for(
             session.end_if_stuck()
         state = session.state(version, stage)
         if state is not True:
-            causes[worker] = state or LATE
+            causes[worker] = state or (HELD if session.reported.received >= version else LATE)
     return causes
 
 
 LATE = Cause("late", "did not answer before the deadline")
+HELD = Cause("late", f"{LATE.text}: it has the update, and is in a forward pass or wsync.gate(), or was stopped")
 
 
 # --- the worker's end ---

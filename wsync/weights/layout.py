@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -18,6 +18,7 @@ from wsync.native import native
 from wsync.weights.snapshot import Snapshot, snapshot
 from wsync.weights.tensors import copy_all, describe, require_apart, require_carried, same_bits, tie_leaders, zeros
 
+_SHOWN = 8  # names in a remedy
 ALIGNMENT = 64  # bytes: a cache line, and more than any dtype needs
 _POOL_ALONE = 2  # references: the pool's list, and the argument of ``getrefcount``
 
@@ -124,20 +125,29 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         LayoutMismatch: names those that have another shape or dtype, or cannot be carried, or be written.
         """
         require_carried(self.names, tensors, receiver)
-        problems, cast = list[str](), ""
+        problems, cast = list[str](), dict[str, Tensor]()
         for name, one, shape, dtype in zip(self.names, tensors, self.shapes, self.dtypes, strict=True):
             if one.shape != shape or one.dtype is not dtype:
                 has = f"it has '{name}' as" if receiver else f"'{name}' is"
                 problems.append(f"{has} {_kind(one.shape, one.dtype)}, not {_kind(shape, dtype)}")
-                if receiver and one.dtype is not dtype and one.dtype.is_floating_point:
-                    cast = f"Cast('{_plain(one.dtype)}')"
+                if receiver and one.shape == shape and one.dtype.is_floating_point and dtype.is_floating_point:
+                    cast[name] = one
         for follower, leader in () if receiver or problems else self.ties:
             pair = [tensors[follower], tensors[leader]]
             if any(tie_leaders(pair)) and not same_bits(*pair):
                 names = f"'{self.names[follower]}' and '{self.names[leader]}'"
                 problems.append(f"{names} were one tied tensor, and now differ")
         if problems:
-            raise _misfit(problems, receiver, cast)
+            raise _misfit(problems, receiver, self._cast(cast, tensors) if len(cast) == len(problems) else "")
+
+    def _cast(self, misfits: Mapping[str, Tensor], tensors: Sequence[Tensor]) -> str:
+        """Return the transform that gives the misfits their dtypes; "" if one alone does not."""
+        dtypes = {one.dtype for one in misfits.values()}
+        rest = [one for name, one in zip(self.names, tensors, strict=True) if name not in misfits]
+        apart = any(one.is_floating_point() and one.dtype not in dtypes for one in rest)
+        if len(dtypes) > 1 or (apart and len(misfits) > _SHOWN):
+            return ""
+        return f"Cast('{_plain(dtypes.pop())}'{f', only={[*misfits]}' if apart else ''})"
 
     def order(self, weights: Snapshot, receiver: str = "") -> list[Tensor]:
         """Return weights of the sender, or the tensors of ``receiver``, in the order of this layout.
@@ -154,14 +164,21 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         if extra is not None and self.extra is not None and extra.keys() != self.extra:
             found.append(f"extra state differs: {describe(sorted(extra.keys() ^ self.extra))}")
         if found:
-            lacks = wanting[0] if wanting else ""
-            remedy = f"Rename({{'{lacks}': '{surplus[0]}'}})" if surplus else f"Exclude('{lacks}')"
-            raise _misfit(found, receiver, remedy if receiver and wanting else "")
+            remedy = self._renamed(wanting, {name: own[name] for name in surplus}) if receiver and wanting else ""
+            raise _misfit(found, receiver, remedy)
         tensors = [own[name] for name in self.names]
         self.check(tensors, receiver)
         if receiver:
             require_apart(dict(zip(self.names, tensors, strict=True)), receiver)
         return tensors
+
+    def _renamed(self, wanting: Sequence[str], surplus: Mapping[str, Tensor]) -> str:
+        """Return the transform for a receiver that lacks weights; "" if what else it has is of other shapes."""
+        if not surplus:
+            return f"Exclude('{wanting[0]}')"
+        shapes = {name: shape for name, shape in zip(self.names, self.shapes, strict=True) if name in wanting}
+        pairs = [(one, new) for one, shape in shapes.items() for new, own in surplus.items() if own.shape == shape]
+        return f"Rename({{'{pairs[0][0]}': '{pairs[0][1]}'}})" if pairs else ""
 
     def tied_only_in(self, own: Sequence[Tensor]) -> list[tuple[int, int]]:
         """Return the pairs of entries that are one tensor of a receiver, and two in this layout."""
