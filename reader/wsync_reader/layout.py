@@ -1,0 +1,139 @@
+"""One version of a model's weights: where each tensor lies in a flat buffer, and numpy arrays over it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from math import prod
+
+import msgspec
+import numpy as np
+import xxhash
+
+from wsync_reader.errors import LayoutMismatch
+
+ALIGNMENT = 64  # bytes
+_PLAIN = frozenset(
+    ["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"]
+) | {"bool", "complex64", "complex128"}
+_UNKNOWN_TO_NUMPY = {  # by their names in torch and ml_dtypes; without the latter, integers of their width
+    **{"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8", "float8_e8m0fnu": "uint8"},
+    **{"float8_e4m3fnuz": "uint8", "float8_e5m2fnuz": "uint8", "complex32": "uint32"},
+}
+
+
+@cache
+def numpy_dtype(name: str) -> np.dtype:
+    """Return the dtype of arrays for a dtype of torch (``"bfloat16"``); LayoutMismatch: there is none."""
+    if name in _PLAIN:
+        return np.dtype(name)
+    if name not in _UNKNOWN_TO_NUMPY:
+        raise LayoutMismatch(f"the weights have the dtype {name!r}, which numpy arrays cannot have")
+    try:
+        import ml_dtypes
+    except ModuleNotFoundError:
+        return np.dtype(_UNKNOWN_TO_NUMPY[name])
+    return np.dtype(getattr(ml_dtypes, name, _UNKNOWN_TO_NUMPY[name]))
+
+
+class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True):
+    """Name, dtype, shape, strides and place of every tensor of a model, as ``wsync.weights.layout`` has them."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    strides: tuple[tuple[int, ...], ...]  # in elements
+    dtypes: tuple[str, ...]  # without "torch."
+    offsets: tuple[int, ...]  # in bytes
+    ties: tuple[tuple[int, int], ...]  # pairs ``(follower, leader)`` of entries that are one tensor
+    nbytes: int  # of the flat buffer
+    extra: frozenset[str] | None
+    model_may_have_more: bool
+
+    @classmethod
+    def decode(cls, data: bytes) -> Layout:
+        """Return the layout that ``wsync`` has encoded; ValueError: it is malformed; LayoutMismatch: an odd dtype."""
+        new = msgspec.msgpack.decode(data, type=cls)
+        columns, count = (new.names, new.shapes, new.strides, new.dtypes, new.offsets), len(new.names)
+        sound = count and {len(column) for column in columns} == {count} and len({*new.names}) == count
+        sound = sound and all(0 <= leader < index < count for index, leader in new.ties)
+        for _, shape, strides, dtype, offset in zip(*columns, strict=False) if sound else ():
+            sound = sound and min(offset, *shape, 0) >= 0 and not offset % ALIGNMENT and len(strides) == len(shape)
+            sound = sound and offset + prod(shape) * numpy_dtype(dtype).itemsize <= new.nbytes
+            sound = sound and (not prod(shape) or _are_dense(shape, strides))
+        if not sound:
+            raise ValueError("a layout that was received is malformed")
+        return new
+
+    @property
+    def leaders(self) -> list[int]:
+        """The entries with a place of their own: all but those that are tied to an earlier one."""
+        followers = dict(self.ties)
+        return [index for index in range(len(self.names)) if index not in followers]
+
+    def nbytes_of(self, index: int) -> int:
+        """Return the bytes of an entry."""
+        return prod(self.shapes[index]) * numpy_dtype(self.dtypes[index]).itemsize
+
+    def array(self, index: int, flat: np.ndarray) -> np.ndarray:
+        """Return an entry's array over a flat buffer ``uint8[nbytes]``; it can be written if that can be."""
+        dtype = numpy_dtype(self.dtypes[index])
+        strides = [stride * dtype.itemsize for stride in self.strides[index]]
+        return np.ndarray(self.shapes[index], dtype, flat.data, self.offsets[index], strides)
+
+
+def _are_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Return whether a tensor fills its memory without gap or overlap."""
+    expected = 1
+    for stride, size in sorted((st, si) for st, si in zip(strides, shape, strict=True) if si != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class Weights(Mapping[str, np.ndarray]):
+    """The weights of one version, by name: arrays that cannot be written, and that never change. They may be kept.
+
+    Attributes:
+        version: the trainer's number.
+        sender: identifies the trainer.
+        dtypes: of each, by torch's name. Arrays of ``bfloat16`` are ``uint16`` where ``ml_dtypes`` is not installed.
+    """
+
+    def __init__(
+        self, version: int, sender: str, layout: Layout, flat: np.ndarray, requires: Mapping[str, int]
+    ) -> None:
+        flat.flags.writeable = False
+        self.version, self.sender = version, sender
+        self.requires = requires  # versions of other models, by their senders, without which this one is not installed
+        self.dtypes: Mapping[str, str] = dict(zip(layout.names, layout.dtypes, strict=True))
+        arrays = [layout.array(index, flat) for index in range(len(layout.names))]
+        for follower, leader in layout.ties:
+            arrays[follower] = arrays[leader]
+        self._arrays = dict(zip(layout.names, arrays, strict=True))
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._arrays[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._arrays)
+
+    def __len__(self) -> int:
+        return len(self._arrays)
+
+    def __repr__(self) -> str:
+        return f"<Weights of version {self.version}, {len(self)} arrays>"
+
+    def digest(self, name: str) -> int:
+        """Return the digest of a weight's dtype, shape and bytes, by which a trainer's ``verify`` compares."""
+        array = self._arrays[name]
+        digest = xxhash.xxh3_64(f"torch.{self.dtypes[name]} {[*array.shape]}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.intdigest()
+
+
+def checksum_of(memory: np.ndarray, more: bytes) -> int:
+    """Return the checksum of a flat buffer and what accompanies it; never 0."""
+    digest = xxhash.xxh3_64(memory.data)
+    digest.update(more)
+    return digest.intdigest() or 1

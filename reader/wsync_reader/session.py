@@ -1,0 +1,201 @@
+"""Joins a trainer as one of its workers, by a socket, whatever carries weights to its other workers.
+
+    trainer   Offer, weights ──→ reader: checked → staged → State (received, ready, installed) ──→ trainer
+
+The trainer knows what the reader has, names it if it dies, and counts it in all that ``send`` promises. If the
+connection is lost, the reader keeps its version and joins again; the trainer then gives it the newest one.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+
+from wsync_reader.errors import NotConnected, SyncTimeout
+from wsync_reader.layout import Layout, Weights, checksum_of
+from wsync_reader.receiving import Reader, Stopped, lock
+from wsync_reader.wire import Address, Link, Message
+
+_SHOWN = 8
+
+
+class SocketReader(Reader):
+    """A worker of the trainer at an address."""
+
+    def __init__(self, address: Address, model: str, worker: int) -> None:
+        super().__init__(f"worker {worker}: the trainer at {address}", worker)
+        self._address, self._model = address, model
+        self._waker = -1  # an eventfd, while there is a connection
+
+    def wake(self) -> None:
+        if self._waker >= 0:
+            os.eventfd_write(self._waker, 1)
+
+    def follow(self, deadline: float | None) -> None:
+        with lock:
+            self._waker = waker = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        try:
+            with self._address.connect(deadline) as sock:
+                session = _Session(self, Link(sock, waker, lambda: session.attend(waker)))
+                session.begin(self._model, self._address, deadline)
+                session.run()
+        except TimeoutError as error:
+            raise SyncTimeout(f"{self.where} did not answer in time: has connect() been called there?") from error
+        except OSError as error:
+            what = f"{self.where} died, ended without shutdown(), or is not reached" if self.version else self.where
+            raise NotConnected(
+                f"{what} ({error})" if self.version else f"{what} cannot be reached ({error})"
+            ) from error
+        finally:
+            with lock:
+                self._waker = -1
+                os.close(waker)
+
+
+class _Session:
+    """One connection, from the handshake to its end."""
+
+    def __init__(self, owner: SocketReader, link: Link) -> None:
+        self._owner, self._link = owner, link
+        self._layout: Layout | None = None
+        self._begun = False
+        self._settings = Message("Settings")
+        self._prepared: dict[int, Weights] = {}
+        self._received = 0  # the newest version that is here, perhaps undecided
+        self._base: tuple[int, np.ndarray] | None = None  # the version to which a difference may come
+        self._newest = self._fetched = 0  # the newest that there is, and that was asked for
+        self._said = (0, 0)
+
+    def begin(self, model: str, address: Address, deadline: float | None) -> None:
+        """Join; LayoutMismatch: the weights cannot be numpy arrays."""
+        self._link.deadline = deadline
+        self._link.greet(model, self._owner.worker, address)
+        self._settings = self._link.receive()
+        if self._settings.type != "Settings":
+            raise ConnectionError("a sender begins with its settings")
+        if self._settings.differences:
+            _zstandard()
+        self._owner.begin(self._settings.sender)
+        self._use(self._settings.layout)
+        self._link.deadline, self._begun = None, True
+        self._owner.reached(ready=not self._settings.first)
+
+    def _use(self, encoded: bytes) -> None:
+        try:
+            self._layout = Layout.decode(encoded) if encoded else None
+        except ValueError as error:
+            self._link.send("Fits", error=f"{type(error).__name__}: {error}")
+            raise
+        self._link.send("Fits")
+
+    def attend(self, waker: int) -> None:
+        """The reader has installed something, is waited for, or is closed: tell the trainer."""
+        os.eventfd_read(waker)
+        if self._begun and self._owner.stop.is_set():
+            self._link.send("Goodbye")
+        if self._owner.stop.is_set():
+            raise Stopped
+        if self._begun:
+            self._report()
+
+    def _report(self) -> None:
+        has = self._owner.has
+        said = max(has, self._received), has
+        if said != self._said:
+            self._said = said
+            self._link.send("State", received=said[0], ready=has, installed=has)
+        wanted = self._settings.on_request and (self._owner.wanted or has < self._settings.first)
+        if wanted and self._newest > max(has, self._fetched):
+            self._fetched = self._newest
+            self._link.send("Fetch", number=self._newest)
+
+    def run(self) -> None:
+        """Read and answer until the trainer shuts down."""
+        while True:
+            self._report()
+            message = self._link.receive()
+            match message.type:
+                case "Offer" if not message.medium and message.slot < 0 and self._layout is not None:
+                    self._take(message, self._layout)
+                case "Decide":
+                    prepared = self._prepared.pop(message.version, None)
+                    if message.commit and prepared is not None:
+                        self._owner.stage(prepared)
+                case "Newest":
+                    self._newest = max(self._newest, message.version)
+                case "NewLayout":
+                    self._use(message.layout)
+                case "Verify":
+                    error = self._differing(message.digests)
+                    self._link.send("Fits", error=error, verify=message.number, used=self._owner.used)
+                case "Goodbye":
+                    return
+                case _:
+                    raise ConnectionError(f"a reader cannot take this {message.type}: is the trainer of its version?")
+
+    def _take(self, offer: Message, layout: Layout) -> None:
+        """Read a version, check it and stage it; or tell the trainer why not."""
+        flat = np.empty(layout.nbytes, np.uint8)
+        if offer.size > layout.nbytes or (offer.size < layout.nbytes and not offer.base):
+            raise ConnectionError(f"an update of {offer.size} bytes, and the layout has {layout.nbytes}")
+        payload = np.empty(offer.size, np.uint8) if offer.base else flat
+        self._link.read_into(payload.data)
+        base, self._base = self._base, None
+        try:
+            if offer.base:
+                if base is None or base[0] != offer.base:
+                    raise ValueError(f"a difference to version {offer.base}, which is not here")
+                flat = _with_difference(base[1], payload)
+            if offer.checksum and checksum_of(flat, offer.extra) != offer.checksum:
+                raise ValueError(f"version {offer.version} arrived corrupt: its checksum differs")
+        except ValueError as error:
+            self._link.send("Refused", version=offer.version, error=f"ValueError: {error}", last=not offer.undecided)
+            return
+        if self._settings.differences:
+            self._base = offer.version, flat
+        weights = Weights(offer.version, self._owner.sender, layout, flat, offer.requires)
+        self._received = offer.version
+        if offer.undecided:
+            self._prepared[offer.version] = weights
+        else:
+            self._owner.stage(weights)
+            self._owner.reached(ready=offer.version >= self._settings.first)
+
+    def _differing(self, digests: dict[str, int]) -> str:
+        """Return why these are not the digests of what is installed; empty if they are."""
+        weights: Any = self._owner.newest
+        wrong = [f"'{name}'" for name, one in digests.items() if name not in weights or weights.digest(name) != one]
+        more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
+        shown = "; ".join([*wrong[:_SHOWN], *more])
+        has = f"LayoutMismatch: it has version {self._owner.version}, with other values, or none, of {shown}"
+        return has if wrong else ""
+
+
+# --- differences: ``wsync.transforms`` has the format ---
+
+
+def _zstandard() -> Any:
+    try:
+        import zstandard
+    except ModuleNotFoundError as error:
+        what = "the trainer sends differences (Delta): pip install 'wsync-rl-reader[delta]'"
+        raise ModuleNotFoundError(what, name=error.name) from error
+    return zstandard
+
+
+def _with_difference(base: np.ndarray, payload: np.ndarray) -> np.ndarray:
+    """Return the version that is ``payload`` away from ``base``; ValueError: it is malformed."""
+    zstandard, planes = _zstandard(), np.empty(len(base), np.uint8)
+    width, frame = int(payload[0]), payload[1:].data
+    try:
+        if width not in (1, 2, 4, 8) or zstandard.frame_content_size(frame) != len(base):
+            raise ValueError(f"the difference is not one of {len(base)} bytes")
+        with zstandard.ZstdDecompressor().stream_reader(frame) as reader:
+            if reader.readinto(planes.data) != len(base):
+                raise ValueError("the difference is malformed: it ends too early")
+    except zstandard.ZstdError as error:
+        raise ValueError(f"the difference is malformed: {error}") from error
+    changed = np.ascontiguousarray(planes.reshape(width, -1).T).reshape(-1)
+    return (base.view(np.uint64) ^ changed.view(np.uint64)).view(np.uint8)

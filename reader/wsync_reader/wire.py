@@ -1,0 +1,215 @@
+"""A connection to a trainer: its address and key, the handshake, frames and messages, as ``wsync.control`` has them.
+
+    trainer   Challenge: random bytes ──────────────────────────→ reader
+    trainer   ←────────── Hello: what the reader is, random bytes, and a MAC of all that with both random bytes
+    trainer   Proof: a MAC of the same with the other role ─────→ reader
+
+A *frame* is its length, a MAC that counts the frames, and one message in msgpack; weights follow a message as bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import stat
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from wsync_reader.errors import NotConnected
+
+PROTOCOL = 103  # of all messages: two ends have to be of one revision (``wsync.control.auth``)
+_NONCE_SIZE, _PROOF_SIZE, _MAC_SIZE = 16, 32, 16  # bytes
+_LARGEST = 1 << 30  # bytes in a message
+_PATIENCE = 10.0  # seconds for the kernel to send or connect, and after which a machine that is silent is given up
+_HEAD, _REFUSED = struct.Struct("<H"), b"\0"
+_AUTHKEY = "WSYNC_AUTHKEY"
+_OF_TCP = [
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    *((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3), (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)),
+    *((socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4), (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _PATIENCE)),
+]
+
+
+class Address(msgspec.Struct, frozen=True):
+    """Where a trainer listens: its host and port, or the abstract name of its Unix socket; and the key."""
+
+    host: str = ""
+    port: int = 0
+    unix: str = ""
+    key: bytes = b""
+
+    @classmethod
+    def of(cls, where: str, key: str = "") -> Address:
+        """Parse ``tcp://host:port``, or the text of a scheme's ``address``; ValueError: it is neither.
+
+        NotConnected: there is no key.
+        """
+        if not where.startswith("tcp://"):
+            try:
+                return msgspec.json.decode(where, type=cls)
+            except msgspec.MsgspecError as error:
+                raise ValueError("this is not the address of a trainer") from error
+        host, _, port = where.removeprefix("tcp://").rpartition(":")
+        if not host or not port.isdecimal():
+            raise ValueError(f"the address of a trainer is tcp://HOST:PORT, not {where!r}")
+        secret = key or os.environ.get(_AUTHKEY)
+        return cls(
+            host.strip("[]"), int(port), "", hashlib.sha256(secret.encode()).digest() if secret else _users_key()
+        )
+
+    @property
+    def public(self) -> bytes:
+        """What both ends know of the address; their MACs cover it."""
+        return (f"{self.host.partition('%')[0]} {self.port}" if self.port else self.unix).encode()
+
+    def __str__(self) -> str:
+        return f"{self.host} port {self.port}" if self.port else "this machine"
+
+    __repr__ = __str__  # without the key
+
+    def connect(self, deadline: float | None) -> socket.socket:
+        """Connect by the Unix socket if the trainer is on this machine, else by TCP; OSError: nobody listens there."""
+        patience = _PATIENCE if deadline is None else max(0.001, deadline - time.monotonic())
+        sock = socket.socket(socket.AF_UNIX)
+        if not self.unix or (sock.connect_ex(b"\0" + self.unix.encode()) and self.port):
+            sock.close()
+            sock = socket.create_connection((self.host, self.port), patience)
+            for option in _OF_TCP:
+                sock.setsockopt(*option)
+        sock.settimeout(_PATIENCE)
+        return sock
+
+
+def _users_key() -> bytes:
+    """Return the key in wsync's file in the home folder; NotConnected: there is none, or others can read it."""
+    path = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "wsync" / "key"
+    remedy = f"set {_AUTHKEY} to the same secret in all processes instead"
+    try:
+        with path.open("rb") as file:
+            state, key = os.fstat(file.fileno()), file.read()
+    except OSError as error:
+        raise NotConnected(f"the key file cannot be read ({error}): {remedy}") from error
+    if state.st_uid != os.getuid() or stat.S_IMODE(state.st_mode) & 0o077 or len(key) != 32:
+        raise NotConnected(f"the key file {path} is damaged, or others can read it: {remedy}")
+    return key
+
+
+class Message(msgspec.Struct, frozen=True):
+    """A message of the trainer: ``type`` is its name in ``wsync.control.wire``, which documents the fields."""
+
+    type: str
+    sender: str = ""
+    layout: bytes = b""
+    on_request: bool = False
+    first: int = 0
+    differences: bool = False
+    version: int = 0
+    size: int = 0
+    checksum: int = 0
+    extra: bytes = b""  # a pickle, which is not read
+    requires: dict[str, int] = {}
+    undecided: bool = False
+    base: int = 0
+    medium: bool = False
+    slot: int = -1
+    commit: bool = False
+    number: int = 0
+    digests: dict[str, int] = {}
+
+
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+class Link:
+    """An authenticated connection, used by one thread. While that waits, it calls ``on_wake`` if ``waker`` is readable.
+
+    OSError, of all methods: the connection has ended; TimeoutError: no answer before ``deadline``.
+    """
+
+    def __init__(self, sock: socket.socket, waker: int, on_wake: Callable[[], None]) -> None:
+        self.deadline: float | None = None
+        self._socket, self._waker, self._on_wake = sock, waker, on_wake
+        self._poll = select.poll()
+        self._poll.register(sock, select.POLLIN)
+        self._poll.register(waker, select.POLLIN)
+        self._sent = self._received = 0
+
+    def greet(self, model: str, worker: int, address: Address) -> None:
+        """Prove the key, and wait until the trainer accepts this worker; NotConnected: it does not."""
+        body = msgspec.msgpack.encode(
+            {
+                **{"purpose": "weights", "name": model, "worker": worker, "protocol": PROTOCOL},
+                **{"inline": True, "nonce": secrets.token_bytes(_NONCE_SIZE)},
+            }
+        )
+        said, text = b"\0" + self.read(_NONCE_SIZE) + body + address.public, b""
+
+        def mac(role: str, more: bytes = b"") -> bytes:
+            return hmac.digest(address.key, b"wsync " + role.encode() + said + more, "sha256")
+
+        self._socket.sendall(_HEAD.pack(len(body)) + mac("worker") + body)
+        status = self.read(1 + _PROOF_SIZE)
+        if refused := status[:1] == _REFUSED:
+            text = self.read(*_HEAD.unpack(self.read(_HEAD.size)))
+        if not hmac.compare_digest(status[1:], mac("trainer", text)):
+            raise NotConnected(f"worker {worker}: the listener at {address} did not prove the sender's key")
+        if refused:
+            raise NotConnected(f"worker {worker}: rejected by the sender: {text.decode(errors='replace')}")
+        self._send_key, self._receive_key = mac("frames of the worker"), mac("frames of the trainer")
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send a message."""
+        body = msgspec.msgpack.encode({"type": kind, **fields})
+        self._sent += 1
+        self._socket.sendall(len(body).to_bytes(4, "little") + _mac(self._send_key, self._sent, body) + body)
+
+    def receive(self) -> Message:
+        """Return the next message."""
+        head = self.read(4 + _MAC_SIZE)
+        length = int.from_bytes(head[:4], "little")
+        if length > _LARGEST:
+            raise ConnectionError(f"the other end has announced a message of {length} bytes: too many")
+        body = self.read(length)
+        self._received += 1
+        if not hmac.compare_digest(_mac(self._receive_key, self._received, body), head[4:]):
+            raise ConnectionError("a message without the key of this connection")
+        try:
+            return _decoder.decode(body)
+        except msgspec.MsgspecError as error:
+            raise ConnectionError(f"the other end has sent something unknown: {error}") from error
+
+    def read(self, size: int) -> bytes:
+        """Return exactly ``size`` bytes."""
+        memory = np.empty(size, np.uint8)
+        self.read_into(memory.data)
+        return memory.tobytes()
+
+    def read_into(self, memory: memoryview) -> None:
+        """Fill ``memory``."""
+        while memory:
+            left = None if self.deadline is None else max(0.0, 1000 * (self.deadline - time.monotonic()))
+            ready = [descriptor for descriptor, _ in self._poll.poll(left)]
+            if not ready:
+                raise TimeoutError("no answer in time")
+            if self._waker in ready:
+                self._on_wake()
+            if self._socket.fileno() in ready:
+                got = self._socket.recv_into(memory)
+                if not got:
+                    raise ConnectionError("closed by the other end")
+                memory = memory[got:]
+
+
+def _mac(key: bytes, number: int, body: bytes) -> bytes:
+    return hashlib.blake2b(number.to_bytes(8, "little") + body, key=key, digest_size=_MAC_SIZE).digest()
