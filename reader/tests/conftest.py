@@ -25,12 +25,14 @@ class Trainer:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=given
         )
+        self._number = 0  # of the newest line
         self._read()
 
     def begin(self, code: str) -> None:
         """Have it run something; ``end`` returns the value of the last expression."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(code) + "\n")
+        self._number += 1
+        self.process.stdin.write(json.dumps([self._number, code]) + "\n")
 
     def end(self) -> Any:
         said = self._read()
@@ -49,9 +51,11 @@ class Trainer:
 
     def _read(self) -> Any:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, "the trainer has ended"
-        return json.loads(line)
+        while True:  # a test that has failed may have left some
+            line = self.process.stdout.readline()
+            assert line, "the trainer has ended"
+            if (said := json.loads(line))["number"] == self._number:
+                return said
 
     def kill(self) -> None:
         self.process.kill()
@@ -68,7 +72,7 @@ def long_lived() -> Iterator[Trainer]:
 @pytest.fixture
 def trainer(long_lived: Trainer) -> Trainer:
     """A trainer that other tests use as well, since torch takes seconds to import."""
-    long_lived.do("scheme = None")
+    long_lived.do("scheme = schemes = None")
     return long_lived
 
 

@@ -7,8 +7,9 @@ import sys
 import traceback
 
 import torch
-import wsync
 from torch import nn
+
+import wsync
 
 
 def model(value: float = 0.0, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -42,11 +43,12 @@ def scatter(made: nn.Module) -> dict[str, str]:
 
 
 names = {"torch": torch, "nn": nn, "wsync": wsync, "model": model, "fill": fill, "scatter": scatter}
-print(json.dumps(None), flush=True)
+print(json.dumps({"number": 0}), flush=True)
 for line in sys.stdin:
     result = error = None
+    number, code = json.loads(line)
     try:
-        body = ast.parse(json.loads(line)).body
+        body = ast.parse(code).body
         last = body.pop() if isinstance(body[-1], ast.Expr) else None
         exec(compile(ast.Module(body, []), "told", "exec"), names)
         if last is not None:
@@ -54,4 +56,4 @@ for line in sys.stdin:
     except Exception as raised:  # noqa: BLE001  told to the test
         traceback.print_exc()
         error = f"{type(raised).__name__}: {raised}"
-    print(json.dumps({"result": result, "error": error}, default=str), flush=True)
+    print(json.dumps({"number": number, "result": result, "error": error}, default=str), flush=True)

@@ -1,4 +1,4 @@
-"""Receives the weights that a trainer sends with ``wsync``, as numpy arrays: no torch. ``open`` is what to begin with."""
+"""Receives the weights that a trainer sends with ``wsync``, as numpy arrays, without torch: see ``open``."""
 
 from __future__ import annotations
 

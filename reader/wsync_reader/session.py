@@ -44,9 +44,8 @@ class SocketReader(Reader):
         except TimeoutError as error:
             raise SyncTimeout(f"{self.where} did not answer in time: has connect() been called there?") from error
         except OSError as error:
-            what = f"{self.where} died, ended without shutdown(), or is not reached" if self.version else self.where
             raise NotConnected(
-                f"{what} ({error})" if self.version else f"{what} cannot be reached ({error})"
+                f"{self.where} has ended, cannot be reached, or was given another key ({error})"
             ) from error
         finally:
             with lock:

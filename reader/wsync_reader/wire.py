@@ -9,6 +9,7 @@ A *frame* is its length, a MAC that counts the frames, and one message in msgpac
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import os
@@ -82,8 +83,11 @@ class Address(msgspec.Struct, frozen=True):
         """Connect by the Unix socket if the trainer is on this machine, else by TCP; OSError: nobody listens there."""
         patience = _PATIENCE if deadline is None else max(0.001, deadline - time.monotonic())
         sock = socket.socket(socket.AF_UNIX)
-        if not self.unix or (sock.connect_ex(b"\0" + self.unix.encode()) and self.port):
+        error = sock.connect_ex(b"\0" + self.unix.encode()) if self.unix else errno.ECONNREFUSED
+        if error:
             sock.close()
+            if not self.port:
+                raise OSError(error, os.strerror(error))
             sock = socket.create_connection((self.host, self.port), patience)
             for option in _OF_TCP:
                 sock.setsockopt(*option)
