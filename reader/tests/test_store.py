@@ -153,7 +153,7 @@ def test_a_damaged_version_is_not_used(trainer: Trainer, tmp_path: Path, damage:
         os.replace(tmp_path / "manifest", tmp_path / "policy" / "manifest.json")
         with pytest.raises(wsync_reader.NotConnected, match="version 1 is kept"):
             reader.receive(0.5)
-        expected = {"flipped": "corrupt", "short": "ends within", "long": "more bytes", "missing": "is missing"}
+        expected = {"flipped": "corrupt", "short": "ends within", "long": "more bytes", "missing": "No such file"}
         assert expected.get(damage, "") in reader.error != ""
 
 

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 import time
 
-from wsync_reader._version import __version__
-from wsync_reader.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncError
-from wsync_reader.layout import Weights
+from wsync_reader.layout import LayoutMismatch, NotConnected, SyncTimeout, Weights, WeightSyncError
 from wsync_reader.receiving import Reader, gate
 from wsync_reader.session import SocketReader
 from wsync_reader.store import StoreReader
 from wsync_reader.wire import Address
 
-__all__ = [
-    "LayoutMismatch",
-    "NotConnected",
-    "Reader",
-    "SyncTimeout",
-    "WeightSyncError",
-    "Weights",
-    "__version__",
-    "gate",
-    "open",
-]
+__version__ = "0.1.0"  # that of wsync: a trainer and its readers are of one version
+__all__ = ["LayoutMismatch", "NotConnected", "Reader", "SyncTimeout", "WeightSyncError", "Weights", "gate", "open"]
 
 
 def open(where: str, *, model: str = "policy", worker: int = 0, key: str = "", timeout: float | None = 60.0) -> Reader:

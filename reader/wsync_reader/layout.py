@@ -1,4 +1,4 @@
-"""One version of a model's weights: where each tensor lies in a flat buffer, and numpy arrays over it."""
+"""The errors, and one version of a model's weights: numpy arrays over a flat buffer."""
 
 from __future__ import annotations
 
@@ -10,16 +10,29 @@ import msgspec
 import numpy as np
 import xxhash
 
-from wsync_reader.errors import LayoutMismatch
-
 ALIGNMENT = 64  # bytes
-_PLAIN = frozenset(
-    ["float64", "float32", "float16", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"]
-) | {"bool", "complex64", "complex128"}
-_UNKNOWN_TO_NUMPY = {  # by their names in torch and ml_dtypes; without the latter, integers of their width
+_PLAIN = {f"{kind}{8 * size}" for kind in ("int", "uint") for size in (1, 2, 4, 8)}
+_PLAIN |= {"bool", "float16", "float32", "float64", "complex64", "complex128"}
+_OF_ML_DTYPES = {  # without that package, integers of their width
     **{"bfloat16": "uint16", "float8_e4m3fn": "uint8", "float8_e5m2": "uint8", "float8_e8m0fnu": "uint8"},
     **{"float8_e4m3fnuz": "uint8", "float8_e5m2fnuz": "uint8", "complex32": "uint32"},
 }
+
+
+class WeightSyncError(RuntimeError):
+    """Base of everything that can go wrong on the way from a trainer to a reader; the names are those of ``wsync``."""
+
+
+class NotConnected(WeightSyncError):
+    """There is no version yet; or the trainer has ended, cannot be reached, or has refused this reader."""
+
+
+class LayoutMismatch(WeightSyncError, ValueError):
+    """Weights cannot be numpy arrays, or do not fit the model of an adapter; nothing was changed."""
+
+
+class SyncTimeout(WeightSyncError, TimeoutError):
+    """The deadline passed before the trainer answered, or before there was a version."""
 
 
 @cache
@@ -27,16 +40,16 @@ def numpy_dtype(name: str) -> np.dtype:
     """Return the dtype of arrays for a dtype of torch (``"bfloat16"``); LayoutMismatch: there is none."""
     if name in _PLAIN:
         return np.dtype(name)
-    if name not in _UNKNOWN_TO_NUMPY:
+    if name not in _OF_ML_DTYPES:
         raise LayoutMismatch(f"the weights have the dtype {name!r}, which numpy arrays cannot have")
     try:
         import ml_dtypes
     except ModuleNotFoundError:
-        return np.dtype(_UNKNOWN_TO_NUMPY[name])
-    return np.dtype(getattr(ml_dtypes, name, _UNKNOWN_TO_NUMPY[name]))
+        return np.dtype(_OF_ML_DTYPES[name])
+    return np.dtype(getattr(ml_dtypes, name, _OF_ML_DTYPES[name]))
 
 
-class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True):
+class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Name, dtype, shape, strides and place of every tensor of a model, as ``wsync.weights.layout`` has them."""
 
     names: tuple[str, ...]
@@ -59,33 +72,28 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         for _, shape, strides, dtype, offset in zip(*columns, strict=False) if sound else ():
             sound = sound and min(offset, *shape, 0) >= 0 and not offset % ALIGNMENT and len(strides) == len(shape)
             sound = sound and offset + prod(shape) * numpy_dtype(dtype).itemsize <= new.nbytes
-            sound = sound and (not prod(shape) or _are_dense(shape, strides))
+            sound = sound and _are_dense(shape, strides)
         if not sound:
             raise ValueError("a layout that was received is malformed")
         return new
 
-    @property
-    def leaders(self) -> list[int]:
-        """The entries with a place of their own: all but those that are tied to an earlier one."""
-        followers = dict(self.ties)
-        return [index for index in range(len(self.names)) if index not in followers]
-
-    def nbytes_of(self, index: int) -> int:
-        """Return the bytes of an entry."""
-        return prod(self.shapes[index]) * numpy_dtype(self.dtypes[index]).itemsize
+    def bytes_of(self, index: int, flat: np.ndarray) -> np.ndarray:
+        """Return the bytes of an entry in a flat buffer ``uint8[nbytes]``."""
+        size = prod(self.shapes[index]) * numpy_dtype(self.dtypes[index]).itemsize
+        return flat[self.offsets[index] : self.offsets[index] + size]
 
     def array(self, index: int, flat: np.ndarray) -> np.ndarray:
-        """Return an entry's array over a flat buffer ``uint8[nbytes]``; it can be written if that can be."""
+        """Return an entry's array over a flat buffer; it can be written if that can be."""
         dtype = numpy_dtype(self.dtypes[index])
         strides = [stride * dtype.itemsize for stride in self.strides[index]]
         return np.ndarray(self.shapes[index], dtype, flat.data, self.offsets[index], strides)
 
 
 def _are_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether a tensor fills its memory without gap or overlap."""
+    """Return whether a tensor fills its memory without gap or overlap; an empty one has none."""
     expected = 1
     for stride, size in sorted((st, si) for st, si in zip(strides, shape, strict=True) if si != 1):
-        if stride != expected:
+        if stride != expected and prod(shape):
             return False
         expected *= size
     return True
@@ -97,16 +105,16 @@ class Weights(Mapping[str, np.ndarray]):
     Attributes:
         version: the trainer's number.
         sender: identifies the trainer.
-        dtypes: of each, by torch's name. Arrays of ``bfloat16`` are ``uint16`` where ``ml_dtypes`` is not installed.
+        dtypes: of each, by torch's name: arrays of ``bfloat16`` are ``uint16`` where ``ml_dtypes`` is not installed.
+        requires: versions of other models, by their senders, without which this one is not used.
     """
 
     def __init__(
-        self, version: int, sender: str, layout: Layout, flat: np.ndarray, requires: Mapping[str, int]
+        self, layout: Layout, flat: np.ndarray, version: int, sender: str, requires: Mapping[str, int]
     ) -> None:
         flat.flags.writeable = False
-        self.version, self.sender = version, sender
-        self.requires = requires  # versions of other models, by their senders, without which this one is not installed
-        self.dtypes: Mapping[str, str] = dict(zip(layout.names, layout.dtypes, strict=True))
+        self.version, self.sender, self.requires = version, sender, requires
+        self.dtypes = dict(zip(layout.names, layout.dtypes, strict=True))
         arrays = [layout.array(index, flat) for index in range(len(layout.names))]
         for follower, leader in layout.ties:
             arrays[follower] = arrays[leader]
@@ -127,9 +135,7 @@ class Weights(Mapping[str, np.ndarray]):
     def digest(self, name: str) -> int:
         """Return the digest of a weight's dtype, shape and bytes, by which a trainer's ``verify`` compares."""
         array = self._arrays[name]
-        digest = xxhash.xxh3_64(f"torch.{self.dtypes[name]} {[*array.shape]}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-        return digest.intdigest()
+        return xxhash.xxh3_64_intdigest(f"torch.{self.dtypes[name]} {[*array.shape]}".encode() + array.tobytes())
 
 
 def checksum_of(memory: np.ndarray, more: bytes) -> int:

@@ -4,8 +4,7 @@
     any other thread      with reader.weights(): …   ·   reader.receive()
 
 A version is never changed once it is there. So it is installed by one assignment, and a block goes on with the version
-that it began with. ``lock`` guards what the readers of this process have: models that are sent together arrive
-together.
+that it began with. ``lock`` guards what the readers of this process have: models that are sent together arrive so.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
-from wsync_reader.errors import NotConnected, SyncTimeout
-from wsync_reader.layout import Weights
+from wsync_reader.layout import NotConnected, SyncTimeout, Weights
 
 lock = threading.Condition()
 _readers: list[Reader] = []  # those of this process that are open
@@ -35,24 +33,23 @@ class Reader:
     """Receives one model's weights. Made by ``wsync_reader.open``; any thread may call.
 
     Attributes:
-        where: the store or the trainer, for people.
-        sender: identifies the trainer.
+        where, sender: the store or trainer, for people; and what identifies the trainer.
+        newest: the weights that are installed; None before the first.
         finished: whether the trainer has shut down in order: there will be no more versions.
         closed: whether that is so, or ``close`` was called.
     """
 
     def __init__(self, where: str, worker: int) -> None:
         self.where, self.worker, self.sender = where, worker, ""
+        self.newest: Weights | None = None
         self.finished = self.closed = False
         self.used = False  # whether the weights were asked for
         self.wanted = 0  # threads that wait for a version
         self.stop = threading.Event()
-        self.newest: Weights | None = None  # what is installed
         self._staged: list[Weights] = []
         self._returned: Weights | None = None
         self._trouble: Exception | None = None
-        self._ready = False  # the first version is here, if there was to be one
-        self._end_returned = False
+        self._ready = self._end_returned = False  # `open` need not wait any longer; `receive` has told the end
         self._thread = threading.Thread(target=self._run, name="wsync-reader", daemon=True)
 
     # --- what a medium is ---
@@ -75,24 +72,22 @@ class Reader:
             before = self.newest
             try:
                 self.follow(None if self._ready else self._deadline)
-                with lock:
-                    self.finished = self.closed = True
-                    lock.notify_all()
+                self._note(None, finished=True)
                 return
             except Stopped:
                 return
             except Exception as error:  # noqa: BLE001  of a file system, a socket, a message: `error` tells it
+                if str(error) != self.error:
+                    _log.warning("%s; version %d is kept", error, self.version)
                 self._note(error)
             if not self._ready:  # `open` raises it
                 return
             pause = _SHORTEST_PAUSE if self.newest is not before else min(2 * pause, _LONGEST_PAUSE)
             self.stop.wait(pause)
 
-    def _note(self, error: Exception | None) -> None:
-        if error is not None and str(error) != self.error:
-            _log.warning("%s; version %d is kept", error, self.version)
+    def _note(self, error: Exception | None, *, finished: bool = False) -> None:
         with lock:
-            self._trouble = error
+            self._trouble, self.finished, self.closed = error, finished, self.closed or finished
             lock.notify_all()
 
     def reached(self, *, ready: bool) -> None:
@@ -148,8 +143,7 @@ class Reader:
 
         The reader keeps the version that it has, and tries again and again.
         """
-        trouble = self._trouble
-        return "" if trouble is None else str(trouble) or type(trouble).__name__
+        return "" if self._trouble is None else str(self._trouble) or type(self._trouble).__name__
 
     def receive(self, timeout: float | None = None) -> Weights | None:
         """Wait for a version newer than the last one that was returned; at first, than the one that ``open`` found.
@@ -160,22 +154,20 @@ class Reader:
         NotConnected: the trainer, or the store, is not reached (``error``) when the time is over; without a timeout, at
         once. Or an earlier call has told a shutdown.
         """
+        deadline = None if timeout is None else time.monotonic() + timeout
         with lock:
             self.wanted, self.used = self.wanted + 1, True
             self.wake()
             try:
-                deadline = None if timeout is None else time.monotonic() + timeout
                 self._wait(deadline, lambda: self._is_newer or self.closed or (timeout is None and self._trouble))
             finally:
                 self.wanted -= 1
             if self._is_newer:
                 self._returned = self.newest
                 return self._returned
-            kept = f"{self.where}: version {self.version} is kept"
-            if self._trouble is not None and not self.closed:
-                raise NotConnected(f"{kept}, no newer one comes: {self.error}") from self._trouble
-            if self._end_returned:
-                raise NotConnected(f"{kept}: the trainer (or this end) has shut down: there will be no more weights")
+            if self._end_returned or (self._trouble is not None and not self.closed):
+                why = self.error or "the trainer (or this end) has shut down"
+                raise NotConnected(f"version {self.version} is kept, no newer one comes: {why}") from self._trouble
             self._end_returned = self.closed
             return None
 
@@ -198,8 +190,7 @@ class Reader:
         with lock:
             self.closed = True
             self.stop.set()
-            if self in _readers:
-                _readers.remove(self)
+            _readers[:] = [one for one in _readers if one is not self]
             self.wake()
             lock.notify_all()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
@@ -231,20 +222,19 @@ def gate(*readers: Reader) -> Iterator[tuple[Weights, ...]]:
 def _install_staged() -> None:
     """Install the newest versions such that all models of a worker then have what each requires of the others."""
     waiting = {reader: [*reader._staged] for reader in _readers if reader._staged}
-    while True:
+    early = next(iter(waiting), None)
+    while early is not None:
         then = {(one.sender, one.worker): waiting[one][-1].version if one in waiting else one.has for one in _readers}
-        early = [
+        lacks = [
             one
             for one, staged in waiting.items()
-            for sender, version in staged[-1].requires.items()
-            if then.get((sender, one.worker), version) < version
+            if any(then.get((name, one.worker), least) < least for name, least in staged[-1].requires.items())
         ]
-        if not early:
-            break
-        waiting[early[0]].pop()
-        waiting = {reader: staged for reader, staged in waiting.items() if staged}
+        if early := next(iter(lacks), None):
+            waiting[early].pop()
+            waiting = {reader: staged for reader, staged in waiting.items() if staged}
     for reader, staged in waiting.items():
         reader.newest = staged[-1]
-        reader._staged = [one for one in reader._staged if one.version > reader.newest.version]
+        reader._staged = [one for one in reader._staged if one.version > staged[-1].version]
         reader.wake()
     lock.notify_all()

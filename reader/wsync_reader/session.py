@@ -9,16 +9,14 @@ connection is lost, the reader keeps its version and joins again; the trainer th
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from wsync_reader.errors import NotConnected, SyncTimeout
-from wsync_reader.layout import Layout, Weights, checksum_of
+from wsync_reader.layout import Layout, NotConnected, SyncTimeout, Weights, checksum_of
 from wsync_reader.receiving import Reader, Stopped, lock
-from wsync_reader.wire import Address, Link, Message
-
-_SHOWN = 8
+from wsync_reader.wire import Address, Link
 
 
 class SocketReader(Reader):
@@ -38,15 +36,14 @@ class SocketReader(Reader):
             self._waker = waker = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         try:
             with self._address.connect(deadline) as sock:
-                session = _Session(self, Link(sock, waker, lambda: session.attend(waker)))
-                session.begin(self._model, self._address, deadline)
+                session = _Session(self, Link(sock, waker, deadline, lambda: session.attend(waker)))
+                session.begin(self._model, self._address)
                 session.run()
         except TimeoutError as error:
             raise SyncTimeout(f"{self.where} did not answer in time: has connect() been called there?") from error
         except OSError as error:
-            raise NotConnected(
-                f"{self.where} has ended, cannot be reached, or was given another key ({error})"
-            ) from error
+            text = f"{self.where} has ended, cannot be reached, or was given another key ({error})"
+            raise NotConnected(text) from error
         finally:
             with lock:
                 self._waker = -1
@@ -58,22 +55,18 @@ class _Session:
 
     def __init__(self, owner: SocketReader, link: Link) -> None:
         self._owner, self._link = owner, link
-        self._layout: Layout | None = None
         self._begun = False
-        self._settings = Message("Settings")
-        self._prepared: dict[int, Weights] = {}
-        self._received = 0  # the newest version that is here, perhaps undecided
-        self._base: tuple[int, np.ndarray] | None = None  # the version to which a difference may come
-        self._newest = self._fetched = 0  # the newest that there is, and that was asked for
+        self._layout: Layout | None = None
+        self._prepared: dict[int, Weights] = {}  # undecided ones
+        self._received = 0  # the newest version that is here
+        self._base: tuple[int, np.ndarray] | None = None  # to which a difference may come
+        self._newest = self._fetched = 0  # the newest version that there is, and that was asked for
         self._said = (0, 0)
 
-    def begin(self, model: str, address: Address, deadline: float | None) -> None:
+    def begin(self, model: str, address: Address) -> None:
         """Join; LayoutMismatch: the weights cannot be numpy arrays."""
-        self._link.deadline = deadline
         self._link.greet(model, self._owner.worker, address)
         self._settings = self._link.receive()
-        if self._settings.type != "Settings":
-            raise ConnectionError("a sender begins with its settings")
         if self._settings.differences:
             _zstandard()
         self._owner.begin(self._settings.sender)
@@ -92,20 +85,19 @@ class _Session:
     def attend(self, waker: int) -> None:
         """The reader has installed something, is waited for, or is closed: tell the trainer."""
         os.eventfd_read(waker)
-        if self._begun and self._owner.stop.is_set():
-            self._link.send("Goodbye")
-        if self._owner.stop.is_set():
-            raise Stopped
         if self._begun:
             self._report()
+        if self._owner.stop.is_set():
+            if self._begun:
+                self._link.send("Goodbye")
+            raise Stopped
 
     def _report(self) -> None:
-        has = self._owner.has
-        said = max(has, self._received), has
-        if said != self._said:
+        has, settings = self._owner.has, self._settings
+        if self._said != (said := (max(has, self._received), has)):
             self._said = said
             self._link.send("State", received=said[0], ready=has, installed=has)
-        wanted = self._settings.on_request and (self._owner.wanted or has < self._settings.first)
+        wanted = settings.on_request and (self._owner.wanted or has < settings.first)
         if wanted and self._newest > max(has, self._fetched):
             self._fetched = self._newest
             self._link.send("Fetch", number=self._newest)
@@ -134,27 +126,26 @@ class _Session:
                 case _:
                     raise ConnectionError(f"a reader cannot take this {message.type}: is the trainer of its version?")
 
-    def _take(self, offer: Message, layout: Layout) -> None:
+    def _take(self, offer: SimpleNamespace, layout: Layout) -> None:
         """Read a version, check it and stage it; or tell the trainer why not."""
-        flat = np.empty(layout.nbytes, np.uint8)
         if offer.size > layout.nbytes or (offer.size < layout.nbytes and not offer.base):
             raise ConnectionError(f"an update of {offer.size} bytes, and the layout has {layout.nbytes}")
-        payload = np.empty(offer.size, np.uint8) if offer.base else flat
-        self._link.read_into(payload.data)
+        flat = np.empty(offer.size, np.uint8)
+        self._link.read_into(flat.data)
         base, self._base = self._base, None
         try:
             if offer.base:
                 if base is None or base[0] != offer.base:
                     raise ValueError(f"a difference to version {offer.base}, which is not here")
-                flat = _with_difference(base[1], payload)
-            if offer.checksum and checksum_of(flat, offer.extra) != offer.checksum:
+                flat = _with_difference(base[1], flat)
+            if offer.checksum and checksum_of(flat, offer.extra) != offer.checksum:  # `extra` is a pickle: not read
                 raise ValueError(f"version {offer.version} arrived corrupt: its checksum differs")
         except ValueError as error:
             self._link.send("Refused", version=offer.version, error=f"ValueError: {error}", last=not offer.undecided)
             return
         if self._settings.differences:
             self._base = offer.version, flat
-        weights = Weights(offer.version, self._owner.sender, layout, flat, offer.requires)
+        weights = Weights(layout, flat, offer.version, self._owner.sender, offer.requires)
         self._received = offer.version
         if offer.undecided:
             self._prepared[offer.version] = weights
@@ -166,13 +157,9 @@ class _Session:
         """Return why these are not the digests of what is installed; empty if they are."""
         weights: Any = self._owner.newest
         wrong = [f"'{name}'" for name, one in digests.items() if name not in weights or weights.digest(name) != one]
-        more = [f"and {len(wrong) - _SHOWN} more"] if len(wrong) > _SHOWN else []
-        shown = "; ".join([*wrong[:_SHOWN], *more])
+        shown = "; ".join(wrong[:8]) + f"; and {len(wrong) - 8} more" * (len(wrong) > 8)
         has = f"LayoutMismatch: it has version {self._owner.version}, with other values, or none, of {shown}"
         return has if wrong else ""
-
-
-# --- differences: ``wsync.transforms`` has the format ---
 
 
 def _zstandard() -> Any:
@@ -185,7 +172,7 @@ def _zstandard() -> Any:
 
 
 def _with_difference(base: np.ndarray, payload: np.ndarray) -> np.ndarray:
-    """Return the version that is ``payload`` away from ``base``; ValueError: it is malformed."""
+    """Return the version that ``payload`` (``wsync.transforms``) is away from ``base``; ValueError: it is malformed."""
     zstandard, planes = _zstandard(), np.empty(len(base), np.uint8)
     width, frame = int(payload[0]), payload[1:].data
     try:
