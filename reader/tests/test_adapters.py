@@ -138,7 +138,7 @@ def test_onnx_runtime(trainer: Trainer, tmp_path: Path) -> None:
 
 def test_onnx_runtime_is_never_mixed_while_it_is_switched(trainer: Trainer, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime"), pytest.importorskip("onnx")
-    from onnx import TensorProto, helper, numpy_helper
+    from onnx import TensorProto, helper, numpy_helper, save
 
     from wsync_reader.onnx import OnnxModel
 
@@ -148,12 +148,14 @@ def test_onnx_runtime_is_never_mixed_while_it_is_switched(trainer: Trainer, tmp_
     nodes = [helper.make_node("Sub", names, ["d"]), helper.make_node("Add", ["x", "d"], ["y"])]
     graph = helper.make_graph(nodes, "difference", ends[:1], ends[1:], zeros)
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
-    model, inputs = OnnxModel(made.SerializeToString(), dict(zip(names, names, strict=True))), np.zeros((64, 64))
+    save(made, str(tmp_path / "difference.onnx"))
+    model = OnnxModel(tmp_path / "difference.onnx", dict(zip(names, names, strict=True)))
+    inputs = np.zeros((64, 64), np.float32)
     seen, stop = set[float](), threading.Event()
 
     def act() -> None:
         while not stop.is_set():
-            seen.update(np.unique(model.run({"x": inputs.astype(np.float32)})[0]).tolist())
+            seen.update(np.unique(model.run({"x": inputs})[0]).tolist())
 
     acting = threading.Thread(target=act)
     with wsync_reader.open(begin(trainer)) as reader:

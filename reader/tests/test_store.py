@@ -53,11 +53,11 @@ class Handler(SimpleHTTPRequestHandler):
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder))) as server:
+def served(folder: Path, host: str = "127.0.0.1") -> Iterator[str]:
+    with ThreadingHTTPServer((host, 0), partial(Handler, directory=str(folder))) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
+        yield f"http://{host}:{server.server_port}"
         server.shutdown()
         thread.join()
 

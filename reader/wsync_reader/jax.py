@@ -28,10 +28,9 @@ def nested(weights: Weights) -> dict[str, Any]:
 def fill(tree: Any, weights: Weights, names: Mapping[str, str] | Callable[[str], str] | None = None) -> Any:
     """Return a tree like ``tree`` with the weights in place of its arrays. What is no array stays.
 
-    ``names``: the weight for a leaf's path (``"params.Dense_0.kernel"``), in a mapping or by a function; by default it
-    has the path for its name, as in an Equinox module that is built like the trainer's. A leaf called ``kernel``, of
-    Flax, has the dimensions of the trainer's weight in another order, and gets them so. Weights without a leaf are left
-    out.
+    ``names``: a leaf's path (``"params.Dense_0.kernel"``) to the weight's name, as a mapping or a function; by default
+    they are the same, as in an Equinox module that is built like the trainer's. The dimensions of a ``kernel``, which
+    Flax has in another order, are put in it. Weights without a leaf are left out.
 
     LayoutMismatch: an array has no weight, or one of another shape or dtype.
     """
@@ -39,20 +38,18 @@ def fill(tree: Any, weights: Weights, names: Mapping[str, str] | Callable[[str],
     leaves, structure = tree_flatten_with_path(tree)
     filled, problems = list[Any](), list[str]()
     for path, leaf in leaves:
-        if not isinstance(leaf, jax.Array | np.ndarray):
-            filled.append(leaf)
-            continue
         place = keystr(path, simple=True, separator=".")
         name = find(place) or place
-        array = weights.get(name)
-        if array is None:
+        if isinstance(leaf, jax.Array | np.ndarray) and name not in weights:
             problems.append(f"there is no weight '{name}' for '{place}'")
-            continue
-        if "kernel" in place.split(".")[-2:]:  # (out, in, *spatial) → (*spatial, in, out)
-            array = array.transpose(*range(2, array.ndim), 1, 0)
-        filled.append(made := jnp.asarray(array))
-        if (made.shape, made.dtype) != (leaf.shape, leaf.dtype):
-            problems.append(f"'{name}' is {made.dtype}{[*made.shape]}, '{place}' {leaf.dtype}{[*leaf.shape]}")
+        elif isinstance(leaf, jax.Array | np.ndarray):
+            array = weights[name]
+            if "kernel" in place.split(".")[-2:]:  # (out, in, *spatial) → (*spatial, in, out)
+                array = array.transpose(*range(2, array.ndim), 1, 0)
+            like, leaf = leaf, jnp.asarray(array)
+            if (leaf.shape, leaf.dtype) != (like.shape, like.dtype):
+                problems.append(f"'{name}' is {leaf.dtype}{[*leaf.shape]}, '{place}' {like.dtype}{[*like.shape]}")
+        filled.append(leaf)
     if problems:
         raise LayoutMismatch(f"version {weights.version} does not fit the tree: {'; '.join(problems[:8])}")
     return tree_unflatten(structure, filled)

@@ -66,45 +66,29 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     def decode(cls, data: bytes) -> Layout:
         """Return the layout that ``wsync`` has encoded; ValueError: it is malformed; LayoutMismatch: an odd dtype."""
         new = msgspec.msgpack.decode(data, type=cls)
-        columns, count = (new.names, new.shapes, new.strides, new.dtypes, new.offsets), len(new.names)
-        sound = count and {len(column) for column in columns} == {count} and len({*new.names}) == count
+        columns, count = (new.names, new.shapes, new.strides, new.dtypes, new.offsets), len({*new.names})
+        sound = count and {len(column) for column in columns} == {count}
         sound = sound and all(0 <= leader < index < count for index, leader in new.ties)
-        for _, shape, strides, dtype, offset in zip(*columns, strict=False) if sound else ():
-            sound = sound and min(offset, *shape, 0) >= 0 and not offset % ALIGNMENT and len(strides) == len(shape)
-            sound = sound and offset + prod(shape) * numpy_dtype(dtype).itemsize <= new.nbytes
-            sound = sound and _are_dense(shape, strides)
-        if not sound:
+        if not sound or any(offset < 0 or offset + new.size(i) > new.nbytes for i, offset in enumerate(new.offsets)):
             raise ValueError("a layout that was received is malformed")
         return new
 
-    def bytes_of(self, index: int, flat: np.ndarray) -> np.ndarray:
-        """Return the bytes of an entry in a flat buffer ``uint8[nbytes]``."""
-        size = prod(self.shapes[index]) * numpy_dtype(self.dtypes[index]).itemsize
-        return flat[self.offsets[index] : self.offsets[index] + size]
+    def size(self, index: int) -> int:
+        """Return the bytes of an entry."""
+        return prod(self.shapes[index]) * numpy_dtype(self.dtypes[index]).itemsize
 
     def array(self, index: int, flat: np.ndarray) -> np.ndarray:
-        """Return an entry's array over a flat buffer; it can be written if that can be."""
+        """Return an entry's array over a flat buffer ``uint8[nbytes]``; ValueError: it reaches beyond."""
         dtype = numpy_dtype(self.dtypes[index])
         strides = [stride * dtype.itemsize for stride in self.strides[index]]
         return np.ndarray(self.shapes[index], dtype, flat.data, self.offsets[index], strides)
-
-
-def _are_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether a tensor fills its memory without gap or overlap; an empty one has none."""
-    expected = 1
-    for stride, size in sorted((st, si) for st, si in zip(strides, shape, strict=True) if si != 1):
-        if stride != expected and prod(shape):
-            return False
-        expected *= size
-    return True
 
 
 class Weights(Mapping[str, np.ndarray]):
     """The weights of one version, by name: arrays that cannot be written, and that never change. They may be kept.
 
     Attributes:
-        version: the trainer's number.
-        sender: identifies the trainer.
+        version, sender: the trainer's number, and what identifies the trainer.
         dtypes: of each, by torch's name: arrays of ``bfloat16`` are ``uint16`` where ``ml_dtypes`` is not installed.
         requires: versions of other models, by their senders, without which this one is not used.
     """

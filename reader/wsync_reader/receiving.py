@@ -49,7 +49,7 @@ class Reader:
         self._staged: list[Weights] = []
         self._returned: Weights | None = None
         self._trouble: Exception | None = None
-        self._ready = self._end_returned = False  # `open` need not wait any longer; `receive` has told the end
+        self._ready = self._end_returned = False  # it has joined a trainer without weights; `receive` has told the end
         self._thread = threading.Thread(target=self._run, name="wsync-reader", daemon=True)
 
     # --- what a medium is ---
@@ -71,35 +71,33 @@ class Reader:
         while not self.stop.is_set():
             before = self.newest
             try:
-                self.follow(None if self._ready else self._deadline)
-                self._note(None, finished=True)
+                self.follow(None if self._is_ready else self._deadline)
+                self.note(None, finished=True)
                 return
             except Stopped:
                 return
             except Exception as error:  # noqa: BLE001  of a file system, a socket, a message: `error` tells it
                 if str(error) != self.error:
                     _log.warning("%s; version %d is kept", error, self.version)
-                self._note(error)
-            if not self._ready:  # `open` raises it
+                self.note(error)
+            if not self._is_ready:  # `open` raises it
                 return
             pause = _SHORTEST_PAUSE if self.newest is not before else min(2 * pause, _LONGEST_PAUSE)
             self.stop.wait(pause)
 
-    def _note(self, error: Exception | None, *, finished: bool = False) -> None:
-        with lock:
-            self._trouble, self.finished, self.closed = error, finished, self.closed or finished
-            lock.notify_all()
+    def note(self, error: Exception | None, *, finished: bool = False) -> None:
+        """Take note of what is wrong, of the end, or that all is well."""
+        if error is not self._trouble or finished:
+            with lock:
+                self._trouble, self.finished, self.closed = error, finished, self.closed or finished
+                lock.notify_all()
 
-    def reached(self, *, ready: bool) -> None:
-        """Note that there is no trouble; ``ready``: whether ``open`` need not wait any longer."""
-        if self._trouble is not None or (ready and not self._ready):
-            self._ready = self._ready or ready
-            self._note(None)
-
-    def begin(self, sender: str) -> None:
-        """Take note of the trainer: with another one, versions begin anew."""
+    def begin(self, sender: str, *, ready: bool = False) -> None:
+        """Take note of the trainer: with another one, versions begin anew. ``ready``: it has none yet."""
         with lock:
-            self.sender, self._staged = sender, []
+            self._staged = [one for one in self._staged if one.sender == sender]
+            self.sender, self._ready = sender, self._ready or ready
+        self.note(None)
 
     def stage(self, weights: Weights) -> None:
         """Have a version installed as soon as all that it requires is here; newer ones take the place of older."""
@@ -122,9 +120,9 @@ class Reader:
             _readers.append(self)
         try:
             self._thread.start()
-            if not self._wait(deadline, lambda: self._ready or self._trouble or self.closed):
+            if not self._wait(deadline, lambda: self._is_ready or self._trouble or self.closed):
                 raise SyncTimeout(f"{self.where}: there was no version in time")
-            if not self._ready:
+            if not self._is_ready:
                 raise self._trouble or NotConnected(f"{self.where} has shut down")
         except BaseException:
             self.close()
@@ -159,10 +157,13 @@ class Reader:
             self.wanted, self.used = self.wanted + 1, True
             self.wake()
             try:
-                self._wait(deadline, lambda: self._is_newer or self.closed or (timeout is None and self._trouble))
+                self._wait(
+                    deadline,
+                    lambda: self.newest is not self._returned or self.closed or (timeout is None and self._trouble),
+                )
             finally:
                 self.wanted -= 1
-            if self._is_newer:
+            if self.newest is not self._returned:
                 self._returned = self.newest
                 return self._returned
             if self._end_returned or (self._trouble is not None and not self.closed):
@@ -172,8 +173,8 @@ class Reader:
             return None
 
     @property
-    def _is_newer(self) -> bool:
-        return self.newest is not self._returned
+    def _is_ready(self) -> bool:
+        return self._ready or self.newest is not None
 
     def _wait(self, deadline: float | None, ready: Callable[[], Any]) -> Any:
         with lock:

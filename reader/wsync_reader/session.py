@@ -39,9 +39,9 @@ class SocketReader(Reader):
                 session = _Session(self, Link(sock, waker, deadline, lambda: session.attend(waker)))
                 session.begin(self._model, self._address)
                 session.run()
-        except TimeoutError as error:
-            raise SyncTimeout(f"{self.where} did not answer in time: has connect() been called there?") from error
         except OSError as error:
+            if isinstance(error, TimeoutError) and not self.version:
+                raise SyncTimeout(f"{self.where} did not answer in time: has connect() been called there?") from error
             text = f"{self.where} has ended, cannot be reached, or was given another key ({error})"
             raise NotConnected(text) from error
         finally:
@@ -66,13 +66,12 @@ class _Session:
     def begin(self, model: str, address: Address) -> None:
         """Join; LayoutMismatch: the weights cannot be numpy arrays."""
         self._link.greet(model, self._owner.worker, address)
-        self._settings = self._link.receive()
-        if self._settings.differences:
-            _zstandard()
-        self._owner.begin(self._settings.sender)
-        self._use(self._settings.layout)
+        self._settings = settings = self._link.receive()
+        if settings.differences:
+            import zstandard  # noqa: F401  now, rather than with the first difference
+        self._use(settings.layout)
+        self._owner.begin(settings.sender, ready=not settings.first)
         self._link.deadline, self._begun = None, True
-        self._owner.reached(ready=not self._settings.first)
 
     def _use(self, encoded: bytes) -> None:
         try:
@@ -151,7 +150,6 @@ class _Session:
             self._prepared[offer.version] = weights
         else:
             self._owner.stage(weights)
-            self._owner.reached(ready=offer.version >= self._settings.first)
 
     def _differing(self, digests: dict[str, int]) -> str:
         """Return why these are not the digests of what is installed; empty if they are."""
@@ -162,18 +160,11 @@ class _Session:
         return has if wrong else ""
 
 
-def _zstandard() -> Any:
-    try:
-        import zstandard
-    except ModuleNotFoundError as error:
-        what = "the trainer sends differences (Delta): pip install 'wsync-rl-reader[delta]'"
-        raise ModuleNotFoundError(what, name=error.name) from error
-    return zstandard
-
-
 def _with_difference(base: np.ndarray, payload: np.ndarray) -> np.ndarray:
     """Return the version that ``payload`` (``wsync.transforms``) is away from ``base``; ValueError: it is malformed."""
-    zstandard, planes = _zstandard(), np.empty(len(base), np.uint8)
+    import zstandard
+
+    planes = np.empty(len(base), np.uint8)
     width, frame = int(payload[0]), payload[1:].data
     try:
         if width not in (1, 2, 4, 8) or zstandard.frame_content_size(frame) != len(base):

@@ -51,40 +51,36 @@ class StoreReader(Reader):
         self._url = f"{os.path.abspath(os.path.expanduser(url)) if self._local else url.rstrip('/')}/{folder}"
         self._read_last = 0  # the version that was read last
         self._seen: object = None  # of the manifest in a folder
+        self._missing = ""  # the file that could not be read last
         super().__init__(f"the store {_without_secrets(self._url)}", worker)
 
     def follow(self, deadline: float | None) -> None:
         pause = _SHORTEST_LOOK
         while True:
             found = self._look()
-            self.reached(ready=self.version > 0)
             pause = _SHORTEST_LOOK if found or self._local else min(2 * pause, _LONGEST_LOOK)
             if self.stop.wait(pause):
                 raise Stopped
 
     def _look(self) -> bool:
         """Stage the newest version, if it is a new one; WeightSyncError: it is damaged, or cannot be read."""
-        file, missing = _MANIFEST, ""
+        file = _MANIFEST
         try:
-            while (manifest := self._newest()) is not None and manifest.version > self._read_last:
-                file = f"v{manifest.version:08d}-{manifest.writer}.safetensors"
-                try:
-                    weights = self._read(manifest, file)
-                except FileNotFoundError:
-                    if missing == file:
-                        raise
-                    file, missing, self._seen = _MANIFEST, file, None  # deleted, as newer versions have been published
-                    continue
-                self._read_last = weights.version
-                if self.sender != weights.sender:
-                    self.begin(weights.sender)
-                self.stage(weights)
-                return True
+            if (manifest := self._newest()) is None or manifest.version <= self._read_last:
+                self.note(None)
+                return False
+            file = f"v{manifest.version:08d}-{manifest.writer}.safetensors"
+            weights = self._read(manifest, file)
         except Exception as error:
-            self._seen = None
+            self._seen, before, self._missing = None, self._missing, file
+            if isinstance(error, FileNotFoundError) and before != file:  # deleted: there are newer ones
+                return False
             text = _without_secrets(f"{type(error).__name__}: {error}")
             raise WeightSyncError(f"{self.where}: {file} is damaged, or cannot be read: {text}") from error
-        return False
+        self._read_last = weights.version
+        self.begin(weights.sender)
+        self.stage(weights)
+        return True
 
     def _newest(self) -> Manifest | None:
         """Return the manifest; None: there is none, or it is the one that was seen before."""
@@ -105,23 +101,22 @@ class StoreReader(Reader):
     def _read(self, manifest: Manifest, file: str) -> Weights:
         """Read the tensors of a version, each into its place; ValueError: it is cut off, too long, or corrupt."""
         layout = Layout.decode(manifest.layout)
-        order = [*{*range(len(layout.names))}.difference(index for index, _ in layout.ties)]
-        order.sort(key=lambda index: (-numpy_dtype(layout.dtypes[index]).itemsize, index))
-        flat = np.zeros(layout.nbytes, np.uint8)  # pages that are not written take no memory
-        if layout.nbytes > sum(layout.bytes_of(index, flat).nbytes for index in order) + ALIGNMENT * len(layout.names):
+        order = sorted({*range(len(layout.names))}.difference(follower for follower, _ in layout.ties))
+        order.sort(key=lambda index: -numpy_dtype(layout.dtypes[index]).itemsize)
+        if layout.nbytes > sum(map(layout.size, order)) + ALIGNMENT * len(layout.names):
             raise ValueError(f"its layout has {layout.nbytes} bytes, more than the tensors")
+        flat = np.zeros(layout.nbytes, np.uint8)
         with self._open(file, layout.nbytes + _MAX_HEADER) as stream:
             _fill(stream, length := np.empty(1, np.uint64))
             if length[0] > _MAX_HEADER:
                 raise ValueError(f"its header has {length[0]} bytes")
             _fill(stream, np.empty(length[0], np.uint8))
             for index in order:
-                array, raw = layout.array(index, flat), layout.bytes_of(index, flat)
-                if array.flags.c_contiguous:
-                    _fill(stream, raw)
-                else:
-                    _fill(stream, dense := np.empty_like(raw))
-                    array[...] = dense.view(array.dtype).reshape(array.shape)
+                array = layout.array(index, flat)
+                dense = array if array.flags.c_contiguous else np.empty(array.shape, array.dtype)
+                _fill(stream, dense)
+                if dense is not array:
+                    array[...] = dense
             if stream.read(1):
                 raise ValueError("it has more bytes than its header and the tensors")
         if (checksum := f"{checksum_of(flat, manifest.layout):016x}") != manifest.checksum:
@@ -149,7 +144,7 @@ class StoreReader(Reader):
 
 def _fill(stream: Any, array: np.ndarray) -> None:
     """Read into all of an array; ValueError: the file ends before."""
-    left = array.view(np.uint8).data
+    left = array.reshape(-1).view(np.uint8).data
     while left:
         got = stream.readinto(left[:_PIECE])
         if not got:

@@ -1,8 +1,4 @@
-"""A connection to a trainer: its address and key, the handshake, frames and messages, as ``wsync.control`` has them.
-
-    trainer   Challenge: random bytes ──────────────────────────→ reader
-    trainer   ←────────── Hello: what the reader is, random bytes, and a MAC of all that with both random bytes
-    trainer   Proof: a MAC of the same with the other role ─────→ reader
+"""A connection to a trainer: its address and key, the handshake, and frames, as ``wsync.control`` has them.
 
 A *frame* is its length, a MAC that counts the frames, and one message in msgpack; weights follow a message as bytes.
 """
@@ -16,7 +12,6 @@ import os
 import secrets
 import select
 import socket
-import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,22 +19,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from wsync_reader.layout import NotConnected
 
 PROTOCOL = 103  # of all messages: two ends have to be of one revision (``wsync.control.auth``)
-_NONCE_SIZE, _PROOF_SIZE, _MAC_SIZE = 16, 32, 16  # bytes
-_LARGEST = 1 << 30  # bytes in a message
-_PATIENCE = 10.0  # seconds for the kernel to send or connect, and after which a machine that is silent is given up
-_HEAD, _REFUSED = struct.Struct("<H"), b"\0"
+_NONCE_SIZE, _PROOF_SIZE, _MAC_SIZE, _LARGEST = 16, 32, 16, 1 << 30  # bytes; the last one in a message
+_PATIENCE = 10  # seconds for the kernel to send or connect, and after which a machine that is silent is given up
 _AUTHKEY = "WSYNC_AUTHKEY"
-_OF_TCP = [
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    *((socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 3), (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 2)),
-    *((socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4), (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _PATIENCE)),
-]
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 3, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 4}
+_OF_TCP = {socket.TCP_NODELAY: 1, socket.TCP_USER_TIMEOUT: 1000 * _PATIENCE, **_KEEPALIVE}
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -57,10 +45,7 @@ class Address(msgspec.Struct, frozen=True):
         NotConnected: there is no key.
         """
         if not where.startswith("tcp://"):
-            try:
-                return msgspec.json.decode(where, type=cls)
-            except msgspec.MsgspecError as error:
-                raise ValueError("this is not the address of a trainer") from error
+            return msgspec.json.decode(where, type=cls)
         host, _, port = where.removeprefix("tcp://").rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(f"the address of a trainer is tcp://HOST:PORT, not {where!r}")
@@ -85,16 +70,18 @@ class Address(msgspec.Struct, frozen=True):
 
     def connect(self, deadline: float | None) -> socket.socket:
         """Connect by the Unix socket if the trainer is on this machine, else by TCP; OSError: nobody listens there."""
-        patience = _PATIENCE if deadline is None else max(0.001, deadline - time.monotonic())
         sock = socket.socket(socket.AF_UNIX)
         error = sock.connect_ex(b"\0" + self.unix.encode()) if self.unix else errno.ECONNREFUSED
+        if error and not self.port:
+            sock.close()
+            raise OSError(error, os.strerror(error))
         if error:
             sock.close()
-            if not self.port:
-                raise OSError(error, os.strerror(error))
+            patience = _PATIENCE if deadline is None else max(0.001, deadline - time.monotonic())
             sock = socket.create_connection((self.host, self.port), patience)
-            for option in _OF_TCP:
-                sock.setsockopt(*option)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _OF_TCP.items():
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
         sock.settimeout(_PATIENCE)
         return sock
 
@@ -115,26 +102,22 @@ class Link:
 
     def greet(self, model: str, worker: int, address: Address) -> None:
         """Prove the key, and wait until the trainer accepts this worker; NotConnected: it does not."""
-        body = msgspec.msgpack.encode(
-            {
-                **{"purpose": "weights", "name": model, "worker": worker, "protocol": PROTOCOL},
-                **{"inline": True, "nonce": secrets.token_bytes(_NONCE_SIZE)},
-            }
-        )
+        hello = {"purpose": "weights", "name": model, "worker": worker, "inline": True, "protocol": PROTOCOL}
+        body = msgspec.msgpack.encode({**hello, "nonce": secrets.token_bytes(_NONCE_SIZE)})
         said, text = b"\0" + self.read(_NONCE_SIZE) + body + address.public, b""
 
-        def mac(role: str, more: bytes = b"") -> bytes:
-            return hmac.digest(address.key, b"wsync " + role.encode() + said + more, "sha256")
+        def mac(role: bytes, more: bytes = b"") -> bytes:
+            return hmac.digest(address.key, b"wsync " + role + said + more, "sha256")
 
-        self._socket.sendall(_HEAD.pack(len(body)) + mac("worker") + body)
+        self._socket.sendall(len(body).to_bytes(2, "little") + mac(b"worker") + body)
         status = self.read(1 + _PROOF_SIZE)
-        if refused := status[:1] == _REFUSED:
-            text = self.read(*_HEAD.unpack(self.read(_HEAD.size)))
-        if not hmac.compare_digest(status[1:], mac("trainer", text)):
+        if refused := not status[0]:
+            text = self.read(int.from_bytes(self.read(2), "little"))
+        if not hmac.compare_digest(status[1:], mac(b"trainer", text)):
             raise NotConnected(f"worker {worker}: the listener at {address} did not prove the sender's key")
         if refused:
             raise NotConnected(f"worker {worker}: rejected by the sender: {text.decode(errors='replace')}")
-        self._send_key, self._receive_key = mac("frames of the worker"), mac("frames of the trainer")
+        self._send_key, self._receive_key = mac(b"frames of the worker"), mac(b"frames of the trainer")
 
     def send(self, kind: str, **fields: Any) -> None:
         """Send a message."""
@@ -156,22 +139,21 @@ class Link:
 
     def read(self, size: int) -> bytes:
         """Return exactly ``size`` bytes."""
-        memory = np.empty(size, np.uint8)
-        self.read_into(memory.data)
-        return memory.tobytes()
+        memory = bytearray(size)
+        self.read_into(memoryview(memory))
+        return bytes(memory)
 
     def read_into(self, memory: memoryview) -> None:
         """Fill ``memory``."""
         while memory:
             left = None if self.deadline is None else max(0.0, 1000 * (self.deadline - time.monotonic()))
-            ready = [descriptor for descriptor, _ in self._poll.poll(left)]
+            ready = dict(self._poll.poll(left))
             if not ready:
                 raise TimeoutError("no answer in time")
             if self._waker in ready:
                 self._on_wake()
             if self._socket.fileno() in ready:
-                got = self._socket.recv_into(memory)
-                if not got:
+                if not (got := self._socket.recv_into(memory)):
                     raise ConnectionError("closed by the other end")
                 memory = memory[got:]
 
