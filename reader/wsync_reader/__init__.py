@@ -1,7 +1,5 @@
 """Receives the weights that a trainer sends with ``wsync``, as numpy arrays, without torch: see ``open``."""
 
-from __future__ import annotations
-
 import time
 
 from wsync_reader.layout import LayoutMismatch, NotConnected, SyncTimeout, Weights, WeightSyncError
@@ -26,11 +24,9 @@ def open(where: str, *, model: str = "policy", worker: int = 0, key: str = "", t
         key: with ``tcp://``, the secret; by default ``WSYNC_AUTHKEY``, or the key file of this user.
         timeout: seconds for all that; None for no limit.
 
-    Raises:
-        NotConnected: no trainer is there, or it has refused this reader.
-        SyncTimeout: there was no version in time, or the trainer did not answer.
-        LayoutMismatch: a dtype that numpy cannot have. WeightSyncError: the store is damaged, or cannot be read.
-        ValueError: ``where`` or ``model`` is no such thing. ModuleNotFoundError: names what has to be installed.
+    NotConnected: no trainer is there, or it has refused this reader. SyncTimeout: there was no version in time.
+    LayoutMismatch: a dtype that numpy cannot have. WeightSyncError: the store is damaged, or cannot be read.
+    ValueError: ``where`` or ``model`` is no such thing. ModuleNotFoundError: names what has to be installed.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     if where.startswith(("tcp://", "{")):

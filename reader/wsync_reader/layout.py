@@ -1,10 +1,9 @@
 """The errors, and one version of a model's weights: numpy arrays over a flat buffer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cache
 from math import prod
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -63,7 +62,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     model_may_have_more: bool
 
     @classmethod
-    def decode(cls, data: bytes) -> Layout:
+    def decode(cls, data: bytes) -> Self:
         """Return the layout that ``wsync`` has encoded; ValueError: it is malformed; LayoutMismatch: an odd dtype."""
         new = msgspec.msgpack.decode(data, type=cls)
         columns, count = (new.names, new.shapes, new.strides, new.dtypes, new.offsets), len({*new.names})
@@ -87,15 +86,11 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 class Weights(Mapping[str, np.ndarray]):
     """The weights of one version, by name: arrays that cannot be written, and that never change. They may be kept.
 
-    Attributes:
-        version, sender: the trainer's number, and what identifies the trainer.
-        dtypes: of each, by torch's name: arrays of ``bfloat16`` are ``uint16`` where ``ml_dtypes`` is not installed.
-        requires: versions of other models, by their senders, without which this one is not used.
+    ``dtypes`` has torch's name of each dtype: arrays of ``bfloat16`` are ``uint16`` where ``ml_dtypes`` is not
+    installed. ``requires``: versions of other models, by their senders, without which this one is not installed.
     """
 
-    def __init__(
-        self, layout: Layout, flat: np.ndarray, version: int, sender: str, requires: Mapping[str, int]
-    ) -> None:
+    def __init__(self, layout: Layout, flat: np.ndarray, version: int, sender: str, requires: dict[str, int]) -> None:
         flat.flags.writeable = False
         self.version, self.sender, self.requires = version, sender, requires
         self.dtypes = dict(zip(layout.names, layout.dtypes, strict=True))
@@ -112,9 +107,6 @@ class Weights(Mapping[str, np.ndarray]):
 
     def __len__(self) -> int:
         return len(self._arrays)
-
-    def __repr__(self) -> str:
-        return f"<Weights of version {self.version}, {len(self)} arrays>"
 
     def digest(self, name: str) -> int:
         """Return the digest of a weight's dtype, shape and bytes, by which a trainer's ``verify`` compares."""

@@ -1,70 +1,49 @@
-"""What all readers have: a thread that brings versions, and the one moment at which a new version takes effect.
+"""What all readers have: a thread that brings versions, and the one moment at which a new one is installed.
 
-    the reader's thread   a version has come, whole and checked → stage → (all that it requires is here) → installed
-    any other thread      with reader.weights(): …   ·   reader.receive()
-
-A version is never changed once it is there. So it is installed by one assignment, and a block goes on with the version
-that it began with. ``lock`` guards what the readers of this process have: models that are sent together arrive so.
+A version never changes. So it is installed by one assignment, and a block goes on with the one that it began with.
+``lock`` guards what the readers of this process have: models that are sent together are installed together.
 """
-
-from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Self
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Self
 
 from wsync_reader.layout import NotConnected, SyncTimeout, Weights
 
 lock = threading.Condition()
-_readers: list[Reader] = []  # those of this process that are open
-_log = logging.getLogger(__name__)
+_readers: list["Reader"] = []  # those of this process that are open
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between two attempts to reach the trainer, or the store
 _CLOSING = 2.0  # seconds that ``close`` waits for the thread
 
 
-class Stopped(Exception):
-    """``close`` was called: ends the thread."""
-
-
-class Reader:
+class Reader(AbstractContextManager["Reader"]):
     """Receives one model's weights. Made by ``wsync_reader.open``; any thread may call.
 
-    Attributes:
-        where, sender: the store or trainer, for people; and what identifies the trainer.
-        newest: the weights that are installed; None before the first.
-        finished: whether the trainer has shut down in order: there will be no more versions.
-        closed: whether that is so, or ``close`` was called.
+    ``newest`` are the weights that are installed, None before the first. ``finished``: the trainer has shut down in
+    order. ``closed``: that is so, or ``close`` was called. ``sender`` identifies the trainer.
     """
 
     def __init__(self, where: str, worker: int) -> None:
         self.where, self.worker, self.sender = where, worker, ""
         self.newest: Weights | None = None
         self.finished = self.closed = False
-        self.used = False  # whether the weights were asked for
-        self.wanted = 0  # threads that wait for a version
+        self.used, self.wanted = False, 0  # whether weights were asked for; threads that wait for a version
         self.stop = threading.Event()
         self._staged: list[Weights] = []
         self._returned: Weights | None = None
         self._trouble: Exception | None = None
-        self._ready = self._end_returned = False  # it has joined a trainer without weights; `receive` has told the end
+        self._joined = self._end_returned = False  # it joined a trainer without weights; `receive` has told the end
         self._thread = threading.Thread(target=self._run, name="wsync-reader", daemon=True)
 
-    # --- what a medium is ---
-
     def follow(self, deadline: float | None) -> None:
-        """Bring versions until the trainer has shut down; any error: it cannot go on. Called by the reader's thread.
-
-        ``deadline``, on ``time.monotonic``'s clock, is that of ``open``; None later.
-        """
+        """Bring versions until the trainer has shut down; any error: it cannot go on. Called by the reader's thread."""
         raise NotImplementedError
 
     def wake(self) -> None:
         """Have ``follow`` look at ``stop``, ``wanted`` and ``has``. Called with the lock."""
-
-    # --- the reader's thread ---
 
     def _run(self) -> None:
         pause = _SHORTEST_PAUSE
@@ -72,16 +51,15 @@ class Reader:
             before = self.newest
             try:
                 self.follow(None if self._is_ready else self._deadline)
-                self.note(None, finished=True)
-                return
-            except Stopped:
-                return
+                return self.note(None, finished=not self.stop.is_set())
             except Exception as error:  # noqa: BLE001  of a file system, a socket, a message: `error` tells it
+                if self.stop.is_set():
+                    return None
                 if str(error) != self.error:
-                    _log.warning("%s; version %d is kept", error, self.version)
+                    logging.getLogger(__name__).warning("%s; version %d is kept", error, self.version)
                 self.note(error)
             if not self._is_ready:  # `open` raises it
-                return
+                return None
             pause = _SHORTEST_PAUSE if self.newest is not before else min(2 * pause, _LONGEST_PAUSE)
             self.stop.wait(pause)
 
@@ -96,7 +74,7 @@ class Reader:
         """Take note of the trainer: with another one, versions begin anew. ``ready``: it has none yet."""
         with lock:
             self._staged = [one for one in self._staged if one.sender == sender]
-            self.sender, self._ready = sender, self._ready or ready
+            self.sender, self._joined = sender, self._joined or ready
         self.note(None)
 
     def stage(self, weights: Weights) -> None:
@@ -111,19 +89,17 @@ class Reader:
         """The version of the present trainer that is installed; 0 for none."""
         return 0 if self.newest is None or self.newest.sender != self.sender else self.newest.version
 
-    # --- what a user calls ---
-
     def start(self, deadline: float | None) -> Self:
         """Wait for the first version; see ``wsync_reader.open``."""
-        self._deadline = deadline
+        self._deadline, timeout = deadline, None if deadline is None else deadline - time.monotonic()
         with lock:
             _readers.append(self)
         try:
             self._thread.start()
-            if not self._wait(deadline, lambda: self._is_ready or self._trouble or self.closed):
-                raise SyncTimeout(f"{self.where}: there was no version in time")
+            with lock:
+                lock.wait_for(lambda: self._is_ready or self._trouble or self.closed, timeout)
             if not self._is_ready:
-                raise self._trouble or NotConnected(f"{self.where} has shut down")
+                raise self._trouble or SyncTimeout(f"{self.where}: there was no version in time")
         except BaseException:
             self.close()
             raise
@@ -137,35 +113,25 @@ class Reader:
 
     @property
     def error(self) -> str:
-        """Why no version can come at present; empty while the trainer, or the store, is reached.
-
-        The reader keeps the version that it has, and tries again and again.
-        """
+        """Why no version comes at present; the reader keeps its version, and tries again. Empty: all is well."""
         return "" if self._trouble is None else str(self._trouble) or type(self._trouble).__name__
 
     def receive(self, timeout: float | None = None) -> Weights | None:
-        """Wait for a version newer than the last one that was returned; at first, than the one that ``open`` found.
+        """Return the newest weights, once they are newer than those of the last call; at first, than ``open``'s.
 
-        Returns:
-            The newest weights. None after ``timeout`` seconds, and once when the trainer, or this end, has shut down.
-
-        NotConnected: the trainer, or the store, is not reached (``error``) when the time is over; without a timeout, at
-        once. Or an earlier call has told a shutdown.
+        None: ``timeout`` seconds are over; and once, when the trainer or this end has shut down. NotConnected: when the
+        time is over (without a timeout, at once), the trainer or store is not reached; or a shutdown was told before.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
         with lock:
-            self.wanted, self.used = self.wanted + 1, True
+            self.wanted, self.used, had = self.wanted + 1, True, self._returned
             self.wake()
             try:
-                self._wait(
-                    deadline,
-                    lambda: self.newest is not self._returned or self.closed or (timeout is None and self._trouble),
-                )
+                lock.wait_for(lambda: self.newest is not had or self.closed or (self._trouble and not timeout), timeout)
             finally:
                 self.wanted -= 1
-            if self.newest is not self._returned:
+            if self.newest is not had:
                 self._returned = self.newest
-                return self._returned
+                return self.newest
             if self._end_returned or (self._trouble is not None and not self.closed):
                 why = self.error or "the trainer (or this end) has shut down"
                 raise NotConnected(f"version {self.version} is kept, no newer one comes: {why}") from self._trouble
@@ -174,11 +140,7 @@ class Reader:
 
     @property
     def _is_ready(self) -> bool:
-        return self._ready or self.newest is not None
-
-    def _wait(self, deadline: float | None, ready: Callable[[], Any]) -> Any:
-        with lock:
-            return lock.wait_for(ready, None if deadline is None else max(0.0, deadline - time.monotonic()))
+        return self._joined or self.newest is not None
 
     @contextmanager
     def weights(self) -> Iterator[Weights]:
@@ -197,43 +159,33 @@ class Reader:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_CLOSING)
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
 @contextmanager
 def gate(*readers: Reader) -> Iterator[tuple[Weights, ...]]:
-    """The newest weights of several models at one moment: what is sent together is here together.
-
-    NotConnected: one has no version yet.
-    """
+    """The newest weights of several models, of one moment; NotConnected: one has no version yet."""
     with lock:
-        found = list[Weights]()
+        found = [reader.newest for reader in readers if reader.newest is not None]
         for reader in readers:
             reader.used = True
-            if reader.newest is None:
-                raise NotConnected(f"{reader.where}: there is no version yet")
-            found.append(reader.newest)
+    if len(found) < len(readers):
+        raise NotConnected(f"there is no version yet of {' or '.join(reader.where for reader in readers)}")
     yield tuple(found)
 
 
 def _install_staged() -> None:
     """Install the newest versions such that all models of a worker then have what each requires of the others."""
     waiting = {reader: [*reader._staged] for reader in _readers if reader._staged}
-    early = next(iter(waiting), None)
-    while early is not None:
+    while True:
         then = {(one.sender, one.worker): waiting[one][-1].version if one in waiting else one.has for one in _readers}
-        lacks = [
-            one
-            for one, staged in waiting.items()
-            if any(then.get((name, one.worker), least) < least for name, least in staged[-1].requires.items())
-        ]
-        if early := next(iter(lacks), None):
-            waiting[early].pop()
-            waiting = {reader: staged for reader, staged in waiting.items() if staged}
+        wanted = [(one, *item) for one, staged in waiting.items() for item in staged[-1].requires.items()]
+        lacks = [one for one, sender, version in wanted if then.get((sender, one.worker), version) < version]
+        if not lacks:
+            break
+        waiting[lacks[0]].pop()
+        waiting = {reader: staged for reader, staged in waiting.items() if staged}
     for reader, staged in waiting.items():
         reader.newest = staged[-1]
         reader._staged = [one for one in reader._staged if one.version > staged[-1].version]

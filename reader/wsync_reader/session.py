@@ -1,12 +1,4 @@
-"""Joins a trainer as one of its workers, by a socket, whatever carries weights to its other workers.
-
-    trainer   Offer, weights ──→ reader: checked → staged → State (received, ready, installed) ──→ trainer
-
-The trainer knows what the reader has, names it if it dies, and counts it in all that ``send`` promises. If the
-connection is lost, the reader keeps its version and joins again; the trainer then gives it the newest one.
-"""
-
-from __future__ import annotations
+"""Joins a trainer as one of its workers, by a socket, whatever carries weights to its other workers."""
 
 import os
 from types import SimpleNamespace
@@ -15,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from wsync_reader.layout import Layout, NotConnected, SyncTimeout, Weights, checksum_of
-from wsync_reader.receiving import Reader, Stopped, lock
+from wsync_reader.receiving import Reader, lock
 from wsync_reader.wire import Address, Link
 
 
@@ -33,17 +25,15 @@ class SocketReader(Reader):
 
     def follow(self, deadline: float | None) -> None:
         with lock:
-            self._waker = waker = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._waker = waker = os.eventfd(1, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # 1: look first
         try:
             with self._address.connect(deadline) as sock:
                 session = _Session(self, Link(sock, waker, deadline, lambda: session.attend(waker)))
-                session.begin(self._model, self._address)
-                session.run()
+                session.run(self._model, self._address)
         except OSError as error:
             if isinstance(error, TimeoutError) and not self.version:
                 raise SyncTimeout(f"{self.where} did not answer in time: has connect() been called there?") from error
-            text = f"{self.where} has ended, cannot be reached, or was given another key ({error})"
-            raise NotConnected(text) from error
+            raise NotConnected(f"{self.where} has ended, is not reached, or has another key ({error})") from error
         finally:
             with lock:
                 self._waker = -1
@@ -53,25 +43,15 @@ class SocketReader(Reader):
 class _Session:
     """One connection, from the handshake to its end."""
 
+    _settings: SimpleNamespace | None = None  # of the trainer, once it has accepted this worker
+    _layout: Layout | None = None
+    _base: tuple[int, np.ndarray] | None = None  # the version to which a difference may come
+    _received = _newest = _fetched = 0  # the newest version that is here, that there is, and that was asked for
+    _said = (0, 0)
+
     def __init__(self, owner: SocketReader, link: Link) -> None:
         self._owner, self._link = owner, link
-        self._begun = False
-        self._layout: Layout | None = None
         self._prepared: dict[int, Weights] = {}  # undecided ones
-        self._received = 0  # the newest version that is here
-        self._base: tuple[int, np.ndarray] | None = None  # to which a difference may come
-        self._newest = self._fetched = 0  # the newest version that there is, and that was asked for
-        self._said = (0, 0)
-
-    def begin(self, model: str, address: Address) -> None:
-        """Join; LayoutMismatch: the weights cannot be numpy arrays."""
-        self._link.greet(model, self._owner.worker, address)
-        self._settings = settings = self._link.receive()
-        if settings.differences:
-            import zstandard  # noqa: F401  now, rather than with the first difference
-        self._use(settings.layout)
-        self._owner.begin(settings.sender, ready=not settings.first)
-        self._link.deadline, self._begun = None, True
 
     def _use(self, encoded: bytes) -> None:
         try:
@@ -82,17 +62,18 @@ class _Session:
         self._link.send("Fits")
 
     def attend(self, waker: int) -> None:
-        """The reader has installed something, is waited for, or is closed: tell the trainer."""
+        """Look why the reader was woken; ConnectionError: it is closed, and the trainer was told so."""
         os.eventfd_read(waker)
-        if self._begun:
-            self._report()
+        if self._settings is not None:
+            self._report(self._settings)
         if self._owner.stop.is_set():
-            if self._begun:
+            if self._settings is not None:
                 self._link.send("Goodbye")
-            raise Stopped
+            raise ConnectionError("this end was shut down")
 
-    def _report(self) -> None:
-        has, settings = self._owner.has, self._settings
+    def _report(self, settings: SimpleNamespace) -> None:
+        """Tell the trainer what has changed, or ask for what is waited for."""
+        has = self._owner.has
         if self._said != (said := (max(has, self._received), has)):
             self._said = said
             self._link.send("State", received=said[0], ready=has, installed=has)
@@ -101,17 +82,23 @@ class _Session:
             self._fetched = self._newest
             self._link.send("Fetch", number=self._newest)
 
-    def run(self) -> None:
-        """Read and answer until the trainer shuts down."""
+    def run(self, model: str, address: Address) -> None:
+        """Join, then read and answer until the trainer shuts down; LayoutMismatch: weights cannot be numpy arrays."""
+        self._link.greet(model, self._owner.worker, address)
+        settings = self._link.receive()
+        if settings.differences:
+            import zstandard  # noqa: F401  now, rather than with the first difference
+        self._use(settings.layout)
+        self._owner.begin(settings.sender, ready=not settings.first)
+        self._link.deadline, self._settings = None, settings
         while True:
-            self._report()
+            self._report(settings)
             message = self._link.receive()
             match message.type:
                 case "Offer" if not message.medium and message.slot < 0 and self._layout is not None:
-                    self._take(message, self._layout)
+                    self._take(message, self._layout, keep=settings.differences)
                 case "Decide":
-                    prepared = self._prepared.pop(message.version, None)
-                    if message.commit and prepared is not None:
+                    if (prepared := self._prepared.pop(message.version, None)) is not None and message.commit:
                         self._owner.stage(prepared)
                 case "Newest":
                     self._newest = max(self._newest, message.version)
@@ -125,8 +112,8 @@ class _Session:
                 case _:
                     raise ConnectionError(f"a reader cannot take this {message.type}: is the trainer of its version?")
 
-    def _take(self, offer: SimpleNamespace, layout: Layout) -> None:
-        """Read a version, check it and stage it; or tell the trainer why not."""
+    def _take(self, offer: SimpleNamespace, layout: Layout, *, keep: bool) -> None:
+        """Read a version, check it, stage it; or tell the trainer why not. ``keep`` it, for a difference to it."""
         if offer.size > layout.nbytes or (offer.size < layout.nbytes and not offer.base):
             raise ConnectionError(f"an update of {offer.size} bytes, and the layout has {layout.nbytes}")
         flat = np.empty(offer.size, np.uint8)
@@ -142,8 +129,7 @@ class _Session:
         except ValueError as error:
             self._link.send("Refused", version=offer.version, error=f"ValueError: {error}", last=not offer.undecided)
             return
-        if self._settings.differences:
-            self._base = offer.version, flat
+        self._base = (offer.version, flat) if keep else None
         weights = Weights(layout, flat, offer.version, self._owner.sender, offer.requires)
         self._received = offer.version
         if offer.undecided:
@@ -153,19 +139,17 @@ class _Session:
 
     def _differing(self, digests: dict[str, int]) -> str:
         """Return why these are not the digests of what is installed; empty if they are."""
-        weights: Any = self._owner.newest
-        wrong = [f"'{name}'" for name, one in digests.items() if name not in weights or weights.digest(name) != one]
-        shown = "; ".join(wrong[:8]) + f"; and {len(wrong) - 8} more" * (len(wrong) > 8)
-        has = f"LayoutMismatch: it has version {self._owner.version}, with other values, or none, of {shown}"
-        return has if wrong else ""
+        own: Any = self._owner.newest or {}
+        wrong = [f"'{name}'" for name, one in digests.items() if name not in own or own.digest(name) != one]
+        has = f"LayoutMismatch: it has version {self._owner.version}, with other values, or none, of "
+        return has + "; ".join(wrong[:8]) if wrong else ""
 
 
 def _with_difference(base: np.ndarray, payload: np.ndarray) -> np.ndarray:
     """Return the version that ``payload`` (``wsync.transforms``) is away from ``base``; ValueError: it is malformed."""
     import zstandard
 
-    planes = np.empty(len(base), np.uint8)
-    width, frame = int(payload[0]), payload[1:].data
+    width, frame, planes = int(payload[0]), payload[1:].data, np.empty(len(base), np.uint8)
     try:
         if width not in (1, 2, 4, 8) or zstandard.frame_content_size(frame) != len(base):
             raise ValueError(f"the difference is not one of {len(base)} bytes")

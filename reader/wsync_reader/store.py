@@ -1,12 +1,8 @@
 """Reads the folder of a ``wsync.StoreWeightSyncScheme``: on a disk, behind HTTP, or in S3 (by ``fsspec``).
 
-    <url>/<model>/manifest.json                    replaced as a whole: the newest version, its layout and checksum
-    <url>/<model>/v00000012-<writer>.safetensors   one version: the tensors follow the header, the widest numbers first
-
-Any process that can write to the store may have made the manifest: every field is checked before it is used.
+``wsync.store`` describes the files. Any process that can write there may have made the manifest: every field is checked
+before it is used.
 """
-
-from __future__ import annotations
 
 import io
 import os
@@ -22,11 +18,10 @@ import numpy as np
 from msgspec import Meta
 
 from wsync_reader.layout import ALIGNMENT, Layout, Weights, WeightSyncError, checksum_of, numpy_dtype
-from wsync_reader.receiving import Reader, Stopped
+from wsync_reader.receiving import Reader
 
-_MANIFEST, _MAX_HEADER = "manifest.json", 64 << 20
-_PIECE, _PATIENCE = 1 << 20, 10.0  # bytes that are read at a time, and seconds for a server to send some
-_SHORTEST_LOOK, _LONGEST_LOOK = 0.02, 1.0  # seconds between two looks for a newer version; on a disk, the shortest
+_MANIFEST, _MAX_HEADER, _PIECE = "manifest.json", 64 << 20, 1 << 20  # bytes; the last are read at a time
+_SHORTEST_LOOK, _LONGEST_LOOK, _PATIENCE = 0.02, 1.0, 10.0  # seconds between two looks; and for a server to send
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,18 +44,16 @@ class StoreReader(Reader):
         url = url.removeprefix("file://")
         self._local = "://" not in url
         self._url = f"{os.path.abspath(os.path.expanduser(url)) if self._local else url.rstrip('/')}/{folder}"
-        self._read_last = 0  # the version that was read last
+        self._read_last, self._missing = 0, ""  # the version that was read last; the file that could not be
         self._seen: object = None  # of the manifest in a folder
-        self._missing = ""  # the file that could not be read last
         super().__init__(f"the store {_without_secrets(self._url)}", worker)
 
     def follow(self, deadline: float | None) -> None:
         pause = _SHORTEST_LOOK
-        while True:
+        while not self.stop.is_set():
             found = self._look()
             pause = _SHORTEST_LOOK if found or self._local else min(2 * pause, _LONGEST_LOOK)
-            if self.stop.wait(pause):
-                raise Stopped
+            self.stop.wait(pause)
 
     def _look(self) -> bool:
         """Stage the newest version, if it is a new one; WeightSyncError: it is damaged, or cannot be read."""
@@ -73,8 +66,8 @@ class StoreReader(Reader):
             weights = self._read(manifest, file)
         except Exception as error:
             self._seen, before, self._missing = None, self._missing, file
-            if isinstance(error, FileNotFoundError) and before != file:  # deleted: there are newer ones
-                return False
+            if isinstance(error, FileNotFoundError) and (file == _MANIFEST or file != before):
+                return False  # there is no version yet; or it was deleted, and there are newer ones
             text = _without_secrets(f"{type(error).__name__}: {error}")
             raise WeightSyncError(f"{self.where}: {file} is damaged, or cannot be read: {text}") from error
         self._read_last = weights.version
@@ -83,17 +76,14 @@ class StoreReader(Reader):
         return True
 
     def _newest(self) -> Manifest | None:
-        """Return the manifest; None: there is none, or it is the one that was seen before."""
-        try:
-            if self._local:
-                state = os.stat(f"{self._url}/{_MANIFEST}")
-                before, self._seen = self._seen, (state.st_mtime_ns, state.st_ino, state.st_size)
-                if before == self._seen:
-                    return None
-            with self._open(_MANIFEST, _MAX_HEADER) as stream:
-                content = stream.read(_MAX_HEADER + 1)
-        except FileNotFoundError:
-            return None
+        """Return the manifest; None: it is the one that was seen before."""
+        if self._local:
+            state = os.stat(f"{self._url}/{_MANIFEST}")
+            before, self._seen = self._seen, (state.st_mtime_ns, state.st_ino, state.st_size)
+            if before == self._seen:
+                return None
+        with self._open(_MANIFEST, _MAX_HEADER) as stream:
+            content = stream.read(_MAX_HEADER + 1)
         if len(content) > _MAX_HEADER:
             raise ValueError(f"it has more than {_MAX_HEADER} bytes")
         return msgspec.json.decode(content, type=Manifest)
@@ -113,8 +103,7 @@ class StoreReader(Reader):
             _fill(stream, np.empty(length[0], np.uint8))
             for index in order:
                 array = layout.array(index, flat)
-                dense = array if array.flags.c_contiguous else np.empty(array.shape, array.dtype)
-                _fill(stream, dense)
+                _fill(stream, dense := array if array.flags.c_contiguous else np.empty(array.shape, array.dtype))
                 if dense is not array:
                     array[...] = dense
             if stream.read(1):
@@ -146,8 +135,7 @@ def _fill(stream: Any, array: np.ndarray) -> None:
     """Read into all of an array; ValueError: the file ends before."""
     left = array.reshape(-1).view(np.uint8).data
     while left:
-        got = stream.readinto(left[:_PIECE])
-        if not got:
+        if not (got := stream.readinto(left[:_PIECE])):
             raise ValueError("the file ends within its tensors")
         left = left[got:]
 

@@ -1,9 +1,4 @@
-"""A connection to a trainer: its address and key, the handshake, and frames, as ``wsync.control`` has them.
-
-A *frame* is its length, a MAC that counts the frames, and one message in msgpack; weights follow a message as bytes.
-"""
-
-from __future__ import annotations
+"""A connection to a trainer: its address and key, the handshake and frames, which ``wsync.control`` describes."""
 
 import errno
 import hashlib
@@ -14,9 +9,8 @@ import select
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -25,9 +19,8 @@ from wsync_reader.layout import NotConnected
 PROTOCOL = 103  # of all messages: two ends have to be of one revision (``wsync.control.auth``)
 _NONCE_SIZE, _PROOF_SIZE, _MAC_SIZE, _LARGEST = 16, 32, 16, 1 << 30  # bytes; the last one in a message
 _PATIENCE = 10  # seconds for the kernel to send or connect, and after which a machine that is silent is given up
-_AUTHKEY = "WSYNC_AUTHKEY"
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 3, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 4}
-_OF_TCP = {socket.TCP_NODELAY: 1, socket.TCP_USER_TIMEOUT: 1000 * _PATIENCE, **_KEEPALIVE}
+_OF_TCP = {socket.TCP_KEEPIDLE: 3, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 4, socket.TCP_NODELAY: 1}
+_OF_TCP[socket.TCP_USER_TIMEOUT] = 1000 * _PATIENCE
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -39,24 +32,16 @@ class Address(msgspec.Struct, frozen=True):
     key: bytes = b""
 
     @classmethod
-    def of(cls, where: str, key: str = "") -> Address:
-        """Parse ``tcp://host:port``, or the text of a scheme's ``address``; ValueError: it is neither.
-
-        NotConnected: there is no key.
-        """
+    def of(cls, where: str, key: str = "") -> Self:
+        """Parse ``tcp://host:port``, or a scheme's ``address``. ValueError: it is neither; NotConnected: no key."""
         if not where.startswith("tcp://"):
             return msgspec.json.decode(where, type=cls)
         host, _, port = where.removeprefix("tcp://").rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(f"the address of a trainer is tcp://HOST:PORT, not {where!r}")
-        path = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "wsync" / "key"
-        secret = key or os.environ.get(_AUTHKEY)
-        try:
-            digest = hashlib.sha256(secret.encode()).digest() if secret else path.read_bytes()
-        except OSError as error:
-            remedy = f"set {_AUTHKEY} to the same secret in all processes instead"
-            raise NotConnected(f"the key file of this user cannot be read ({error}): {remedy}") from error
-        return cls(host.strip("[]"), int(port), "", digest)
+        if not (secret := key or os.environ.get("WSYNC_AUTHKEY")):
+            raise NotConnected("there is no key: set WSYNC_AUTHKEY to the same secret here and in the trainer")
+        return cls(host.strip("[]"), int(port), "", hashlib.sha256(secret.encode()).digest())
 
     @property
     def public(self) -> bytes:
@@ -71,12 +56,10 @@ class Address(msgspec.Struct, frozen=True):
     def connect(self, deadline: float | None) -> socket.socket:
         """Connect by the Unix socket if the trainer is on this machine, else by TCP; OSError: nobody listens there."""
         sock = socket.socket(socket.AF_UNIX)
-        error = sock.connect_ex(b"\0" + self.unix.encode()) if self.unix else errno.ECONNREFUSED
-        if error and not self.port:
+        if error := sock.connect_ex(b"\0" + self.unix.encode()) if self.unix else errno.ECONNREFUSED:
             sock.close()
-            raise OSError(error, os.strerror(error))
-        if error:
-            sock.close()
+            if not self.port:
+                raise OSError(error, os.strerror(error))
             patience = _PATIENCE if deadline is None else max(0.001, deadline - time.monotonic())
             sock = socket.create_connection((self.host, self.port), patience)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -87,7 +70,7 @@ class Address(msgspec.Struct, frozen=True):
 
 
 class Link:
-    """An authenticated connection, used by one thread. While that waits, it calls ``on_wake`` if ``waker`` is readable.
+    """An authenticated connection. While its thread waits, it calls ``on_wake`` if ``waker`` is readable.
 
     OSError, of all methods: the connection has ended; TimeoutError: no answer before ``deadline``.
     """
@@ -139,8 +122,7 @@ class Link:
 
     def read(self, size: int) -> bytes:
         """Return exactly ``size`` bytes."""
-        memory = bytearray(size)
-        self.read_into(memoryview(memory))
+        self.read_into(memoryview(memory := bytearray(size)))
         return bytes(memory)
 
     def read_into(self, memory: memoryview) -> None:
