@@ -135,6 +135,27 @@ def test_onnx_runtime(trainer: Trainer, tmp_path: Path) -> None:
     trainer.do("scheme.shutdown()")
 
 
+def test_bfloat16_in_onnx_runtime(trainer: Trainer, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime"), pytest.importorskip("onnx")
+    from onnx import TensorProto, helper, save
+
+    from wsync_reader.onnx import OnnxModel
+
+    zeros = [helper.make_tensor("small", TensorProto.BFLOAT16, [7], [0.0] * 7)]
+    nodes = [helper.make_node("Cast", ["small"], ["wide"], to=1), helper.make_node("Add", ["wide", "x"], ["y"])]
+    ends = [helper.make_tensor_value_info(one, TensorProto.FLOAT, [7]) for one in ("x", "y")]
+    graph = helper.make_graph(nodes, "wider", ends[:1], ends[1:], zeros)
+    save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), str(tmp_path / "m.onnx"))
+    model = OnnxModel(tmp_path / "m.onnx", {"small": "small"})
+    with wsync_reader.open(begin(trainer)) as reader:
+        trainer.end()
+        trainer.do("scheme.send(fill(made, 0.5))")
+        with reader.weights() as weights:
+            model.install(weights)
+        assert model.run({"x": np.zeros(7, np.float32)})[0].tolist() == [0.5] * 7
+    trainer.do("scheme.shutdown()")
+
+
 def test_onnx_runtime_is_never_mixed_while_it_is_switched(trainer: Trainer, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime"), pytest.importorskip("onnx")
     from onnx import TensorProto, helper, numpy_helper, save
@@ -143,18 +164,21 @@ def test_onnx_runtime_is_never_mixed_while_it_is_switched(trainer: Trainer, tmp_
 
     names = ["0.weight", "1.weight"]
     zeros = [numpy_helper.from_array(np.zeros((64, 64), np.float32), one) for one in names]
-    ends = [helper.make_tensor_value_info(one, TensorProto.FLOAT, [64, 64]) for one in ("x", "y")]
+    ends = [helper.make_tensor_value_info(one, TensorProto.FLOAT, [64, 64]) for one in ("x", "y", "z")]
     nodes = [helper.make_node("Sub", names, ["d"]), helper.make_node("Add", ["x", "d"], ["y"])]
+    nodes += [helper.make_node("Neg", names[:1], ["n"]), helper.make_node("Add", ["x", "n"], ["z"])]
     graph = helper.make_graph(nodes, "difference", ends[:1], ends[1:], zeros)
     made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
     save(made, str(tmp_path / "difference.onnx"))
     model = OnnxModel(tmp_path / "difference.onnx", dict(zip(names, names, strict=True)))
     inputs = np.zeros((64, 64), np.float32)
-    seen, stop = set[float](), threading.Event()
+    seen, values, stop = set[float](), set[float](), threading.Event()
 
     def act() -> None:
         while not stop.is_set():
-            seen.update(np.unique(model.run({"x": inputs})[0]).tolist())
+            difference, negated = model.run({"x": inputs})
+            seen.update(np.unique(difference).tolist())
+            values.update(np.unique(negated).tolist())
 
     acting = threading.Thread(target=act)
     with wsync_reader.open(begin(trainer)) as reader:
@@ -167,5 +191,6 @@ def test_onnx_runtime_is_never_mixed_while_it_is_switched(trainer: Trainer, tmp_
             model.install(received)
         stop.set()
         acting.join()
-        assert trainer.end() == 0 and seen == {0.0}
+        assert trainer.end() == 0 and seen == {0.0} and len(values) > 3 and min(values) >= -59.0
+        assert model.run({"x": inputs})[1].tolist() == (inputs - 59.0).tolist()
     trainer.do("scheme.shutdown()")

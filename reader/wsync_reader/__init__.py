@@ -21,7 +21,7 @@ def open(where: str, *, model: str = "policy", worker: int = 0, key: str = "", t
             the text of its ``scheme.address``.
         model: the trainer's ``model_id``.
         worker: this worker's index, with a trainer: each reader is one of its ``num_workers``.
-        key: with ``tcp://``, the secret; by default ``WSYNC_AUTHKEY``, or the key file of this user.
+        key: with ``tcp://``, the secret; by default that in ``WSYNC_AUTHKEY``.
         timeout: seconds for all that; None for no limit.
 
     NotConnected: no trainer is there, or it has refused this reader. SyncTimeout: there was no version in time.

@@ -1,6 +1,6 @@
 """Weights as JAX pytrees: the parameters of Flax, a module of Equinox, or any other tree."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -21,20 +21,19 @@ def nested(weights: Weights) -> dict[str, Any]:
     return tree
 
 
-def fill(tree: Any, weights: Weights, names: Mapping[str, str] | Callable[[str], str] | None = None) -> Any:
+def fill(tree: Any, weights: Weights, names: Callable[[str], str | None] = str) -> Any:
     """Return a tree like ``tree`` with the weights in place of its arrays. What is no array stays.
 
-    ``names``: a leaf's path (``"params.Dense_0.kernel"``) to the weight's name; by default they are the same, as in an
-    Equinox module that is built like the trainer's. A ``kernel`` of Flax gets its order of dimensions. Weights without
-    a leaf are left out. LayoutMismatch: an array has no weight, or one of another shape or dtype.
+    ``names`` returns the weight's name for a leaf's path (``"params.Dense_0.kernel"``); None if they are the same, as
+    in an Equinox module that is built like the trainer's. A ``kernel`` of Flax gets its order of dimensions. Weights
+    without a leaf are left out. LayoutMismatch: an array has no weight, or one of another shape or dtype.
     """
-    find = names if callable(names) else (names or {}).get
     leaves, structure = tree_flatten_with_path(tree)
     filled = list[Any]()
     for path, leaf in leaves:
         if isinstance(leaf, jax.Array | np.ndarray):
             place, like = keystr(path, simple=True, separator="."), leaf
-            name = find(place) or place
+            name = names(place) or place
             if name not in weights:
                 raise LayoutMismatch(f"version {weights.version} has no weight '{name}' for '{place}'")
             leaf = jnp.asarray(weights[name])

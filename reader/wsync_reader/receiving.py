@@ -20,10 +20,9 @@ _CLOSING = 2.0  # seconds that ``close`` waits for the thread
 
 
 class Reader(AbstractContextManager["Reader"]):
-    """Receives one model's weights. Made by ``wsync_reader.open``; any thread may call.
+    """Receives one model's weights: ``newest`` are installed. Made by ``wsync_reader.open``; any thread may call.
 
-    ``newest`` are the weights that are installed, None before the first. ``finished``: the trainer has shut down in
-    order. ``closed``: that is so, or ``close`` was called. ``sender`` identifies the trainer.
+    ``finished``: the trainer has shut down in order. ``closed``: that is so, or ``close`` was called.
     """
 
     def __init__(self, where: str, worker: int) -> None:
@@ -31,8 +30,7 @@ class Reader(AbstractContextManager["Reader"]):
         self.newest: Weights | None = None
         self.finished = self.closed = False
         self.used, self.wanted = False, 0  # whether weights were asked for; threads that wait for a version
-        self.stop = threading.Event()
-        self._staged: list[Weights] = []
+        self.stop, self._staged = threading.Event(), list[Weights]()
         self._returned: Weights | None = None
         self._trouble: Exception | None = None
         self._joined = self._end_returned = False  # it joined a trainer without weights; `receive` has told the end

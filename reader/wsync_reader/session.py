@@ -16,8 +16,7 @@ class SocketReader(Reader):
 
     def __init__(self, address: Address, model: str, worker: int) -> None:
         super().__init__(f"worker {worker}: the trainer at {address}", worker)
-        self._address, self._model = address, model
-        self._waker = -1  # an eventfd, while there is a connection
+        self._address, self._model, self._waker = address, model, -1  # an eventfd, while there is a connection
 
     def wake(self) -> None:
         if self._waker >= 0:
@@ -50,8 +49,7 @@ class _Session:
     _said = (0, 0)
 
     def __init__(self, owner: SocketReader, link: Link) -> None:
-        self._owner, self._link = owner, link
-        self._prepared: dict[int, Weights] = {}  # undecided ones
+        self._owner, self._link, self._prepared = owner, link, dict[int, Weights]()  # undecided ones, by version
 
     def _use(self, encoded: bytes) -> None:
         try:

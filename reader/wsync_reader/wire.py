@@ -35,7 +35,10 @@ class Address(msgspec.Struct, frozen=True):
     def of(cls, where: str, key: str = "") -> Self:
         """Parse ``tcp://host:port``, or a scheme's ``address``. ValueError: it is neither; NotConnected: no key."""
         if not where.startswith("tcp://"):
-            return msgspec.json.decode(where, type=cls)
+            try:
+                return msgspec.json.decode(where, type=cls)
+            except msgspec.MsgspecError as error:
+                raise ValueError("this is not the address of a trainer") from error
         host, _, port = where.removeprefix("tcp://").rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(f"the address of a trainer is tcp://HOST:PORT, not {where!r}")
