@@ -165,6 +165,13 @@ def test_it_keeps_its_version_when_the_trainer_dies_and_joins_the_next(mortal: T
         trainer.do("scheme.shutdown()")
 
 
+def test_it_is_of_the_trainers_version(trainer: Trainer) -> None:
+    import wsync_reader.wire
+
+    versions = trainer.do("from wsync.control.auth import PROTOCOL\n[wsync.__version__, PROTOCOL]")
+    assert versions == [wsync_reader.__version__, wsync_reader.wire.PROTOCOL]
+
+
 def test_newest_wins_and_versions_only_rise(trainer: Trainer) -> None:
     address = begin(trainer)
     with wsync_reader.open(address) as reader:
