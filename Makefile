@@ -15,7 +15,7 @@ SYNC ?= mib=[1] policy_mib=[0.018] workers=[2] rounds=100 seconds=5 peer=torchrl
 # How many histories `make simulate` runs; `SEEDS=1000000` takes a day or so on a core or two.
 SEEDS ?= 20000
 
-.PHONY: install train test test-slow test-all libraries engines lint docs bench figures reliability simulate clean
+.PHONY: install train test test-slow test-all libraries engines reader lint docs bench figures reliability simulate clean
 
 install: $(VENV)/.native
 
@@ -75,6 +75,18 @@ $(ENGINES)/.made: pyproject.toml
 engines: $(ENGINES)/.made
 	$(ENGINES)/bin/python -m pytest -s tests/engines $(ARGS)
 
+# Receivers without torch, in an environment of their own; their tests begin trainers in the other one. READER_EXTRA=
+# test-all runs all tests: also with JAX, ONNX Runtime and S3.
+READER := .venv-reader
+READER_EXTRA ?= test
+$(READER)/.made-$(READER_EXTRA): reader/pyproject.toml
+	$(PYTHON) -m venv --clear $(READER)
+	$(READER)/bin/python -m pip install --quiet -e 'reader[$(READER_EXTRA)]'
+	@touch $@
+
+reader: install $(READER)/.made-$(READER_EXTRA)
+	cd reader && ../$(READER)/bin/python -m pytest $(ARGS)
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -101,4 +113,4 @@ reliability: install
 	$(BIN)/python -m pytest tests/chaos --reliability docs/reliability.md $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(ENGINES) build dist site *.egg-info
+	rm -rf $(VENV) $(ENGINES) $(READER) build dist site *.egg-info

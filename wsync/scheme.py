@@ -158,7 +158,7 @@ class WeightSyncScheme:
     def make_outlet(self, model_id: str, num_workers: int) -> Outlet:
         """Return what the sender publishes to: here workers that connect."""
         rendezvous, scheme = self.create_rendezvous(), weakref.proxy(self)  # a scheme that is dropped is closed
-        listener = Listener(rendezvous.key(), "weights", model_id, rendezvous.host)
+        listener = Listener(rendezvous.key(), "weights", model_id, rendezvous.host, rendezvous.port)
         self._listening = listener.address
         self._address = rendezvous.pickled(listener.address)
         return Workers(
@@ -674,6 +674,11 @@ class WeightSyncScheme:
             return process_gate().call_model(self.model, self._receiver.weights, (), {})
         source = None if self._sender is None else self._sender.source.weights
         return None if source is None else extracted(source, self.strategy)
+
+    @property
+    def address(self) -> str:
+        """Of a sender that listens: its address and its secret key, as text for ``wsync_reader.open``; else ""."""
+        return "" if self._listening is None else self._listening.dump()
 
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:

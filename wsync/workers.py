@@ -134,7 +134,7 @@ class Workers(Outlet):
             member.session = WorkerSession(
                 worker,
                 link,
-                Medium() if member.block >= 0 else self._make_medium(worker),
+                Medium() if member.block >= 0 or contact.hello.inline else self._make_medium(worker),
                 lambda: self._version,
                 remote=member.pidfd < 0,
                 on_request=self._on_request,

@@ -71,6 +71,8 @@ class DistributedWeightSyncScheme(GroupScheme):
     Args:
         backend: ``"gloo"``, or ``"nccl"`` for weights on GPUs.
         host: the sender's address, by which workers reach it; loopback by default.
+        port: where it listens; 0 for any free one. With a port, processes share the key, and a ``wsync_reader`` joins
+            by ``tcp://host:port``.
         shared_memory: whether workers on the sender's machine take weights from its memory, in a fraction of the time.
             Without it, and always with nccl, all are sent them as over a network.
         inline_bytes: updates with at most this many bytes travel in the announcing message; larger ones by gloo, each
@@ -93,10 +95,12 @@ class DistributedWeightSyncScheme(GroupScheme):
         *,
         strategy: Format = "tensordict",
         store: Store | None = None,
+        port: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(strategy, backend, sync=sync, timeout=timeout, **options)
-        self._rendezvous = TorchStoreRendezvous(self.host, store)
+        self.port = port
+        self._rendezvous = TorchStoreRendezvous(self.host, store, port)
 
     def create_rendezvous(self) -> TorchStoreRendezvous:
         return self._rendezvous

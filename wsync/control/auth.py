@@ -73,6 +73,7 @@ class Hello(msgspec.Struct, frozen=True):
     name: str  # of the model, or of the collector
     worker: int  # its index
     native: bool = False  # whether it has the compiled extension, without which it cannot use the arena
+    inline: bool = False  # whether it takes weights only from the connection itself: a reader, without torch
     payload: bytes = b""  # for connections of a collector
     protocol: int = PROTOCOL
     nonce: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(NONCE_SIZE))

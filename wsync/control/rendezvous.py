@@ -23,11 +23,12 @@ Join = Callable[[Address], int]
 class Rendezvous:
     """How workers find the sender: here by the address in the pickled scheme.
 
-    ``host``: the sender's address, by which workers on other machines reach it; None for this machine only.
+    ``host``: the sender's address, by which workers on other machines reach it; None for this machine only. ``port``:
+    where it listens there; 0 for any free one.
     """
 
-    def __init__(self, host: str | None = None) -> None:
-        self.host = host
+    def __init__(self, host: str | None = None, port: int = 0) -> None:
+        self.host, self.port = host, port
 
     def key(self) -> bytes:
         """On the sender: return the key that workers must have."""
@@ -59,19 +60,19 @@ class TorchStoreRendezvous(Rendezvous):
     """TCP; a worker without an address looks the sender up in a ``torch.distributed`` store of all processes.
 
     The store holds addresses, without a key, and nothing else is taken from it: any process may write there. All
-    processes share a key (``shared_key``; unless the store was given, that of the run), and the handshake proves it. A
+    processes share a key (``shared_key``; that of the run, without a store or port), and the handshake proves it. A
     worker connects to the sender that it was connected to last; else to the first one of its model that is still there
     and that it has not been connected to before. ``store``: None for that of the default group, or of ``torchrun``.
     """
 
-    def __init__(self, host: str, store: Store | None = None) -> None:
-        super().__init__(host)
-        self._store, self._of_run = store, store is None
+    def __init__(self, host: str, store: Store | None = None, port: int = 0) -> None:
+        super().__init__(host, port)
+        self._store, self._of_run = store, store is None and not port
         self._last: Address | None = None  # the sender that this worker was connected to
 
     def key(self) -> bytes:
-        """Return the shared key where the store is used, else a random one."""
-        return shared_key(of_run=self._of_run) if self.can_look_up() else new_key()
+        """Return the shared key where workers come by a store or the port, else a random one."""
+        return shared_key(of_run=self._of_run) if self.port or self.can_look_up() else new_key()
 
     def announce(self, address: Address, model_id: str, deadline: float | None) -> None:
         """Write the address under the first free key of the model."""
@@ -110,7 +111,7 @@ class TorchStoreRendezvous(Rendezvous):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options; stores belong to one process."""
-        return {"host": self.host, "_store": None, "_of_run": True, "_last": None}
+        return {"host": self.host, "port": self.port, "_store": None, "_of_run": not self.port, "_last": None}
 
 
 def _key(model_id: str, number: int) -> str:
