@@ -1,4 +1,4 @@
-"""A safetensors file: what it begins with, and the order of its tensors."""
+"""Safetensors files: what one begins with, the order of its tensors, and the files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -24,6 +24,33 @@ _DTYPES = {  # by their names in safetensors files
 def order_in_file(layout: Layout) -> list[int]:
     """Return the entries that have a place in a file, the widest numbers first, so that each place is aligned."""
     return sorted(layout.leaders, key=lambda index: -layout.dtypes[index].itemsize)
+
+
+def files_of(layout: Layout, shard_bytes: int) -> dict[str, list[int]]:
+    """Return the files of a Hugging Face folder by name, with the entries in each: all of them, also tied ones.
+
+    ``shard_bytes``: of tensors in one file. 0: the version is one file without a folder, and has tied tensors once.
+    """
+    if not shard_bytes:
+        return {"": order_in_file(layout)}
+    shards, room = list[list[int]](), 0
+    for index in sorted(range(len(layout.names)), key=lambda index: -layout.dtypes[index].itemsize):
+        size = layout.byte_ranges[index][1]
+        if not shards or size > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(index)
+        room -= size
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def index_of(layout: Layout, files: Mapping[str, Sequence[int]]) -> dict[str, list[bytes]]:
+    """Return the index of a Hugging Face folder as a file, if it has one: it has several files of tensors then."""
+    where = {layout.names[index]: file for file, entries in files.items() for index in entries}
+    content = {"metadata": {"total_size": sum(nbytes for _, nbytes in layout.byte_ranges)}, "weight_map": where}
+    return {"model.safetensors.index.json": [msgspec.json.encode(content)]} if len(files) > 1 else {}
 
 
 def header_of(layout: Layout, entries: Sequence[int], metadata: Mapping[str, str] | None = None) -> bytes:
