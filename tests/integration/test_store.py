@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import resource
 import signal
 from contextlib import ExitStack
@@ -132,34 +131,6 @@ def test_workers_of_a_new_run_without_first_weights_keep_theirs(tmp_path: Path, 
 
 
 # --- faults ---
-
-
-def test_a_trainer_that_is_killed_while_it_writes(tmp_path: Path) -> None:
-    """Readers have the last complete version; what was left unfinished is deleted with the next one."""
-    with trainer(tmp_path) as scheme:
-        scheme.send(fill(Small(), 2))
-    whole = {*folder(tmp_path).iterdir()}
-    killed = multiprocessing.get_context("fork").Process(target=publish_and_be_killed, args=(tmp_path,))
-    killed.start()
-    killed.join(30.0)
-    unfinished = {*folder(tmp_path).iterdir()} - whole
-    assert killed.exitcode == -signal.SIGXFSZ and unfinished
-    with reader(tmp_path, timeout=0.2) as receiver:
-        assert receiver.version == 2
-    transport = wsync.StoreTransport(folder(tmp_path))
-    transport.setup_connection_and_weights_on_sender()
-    transport.send_weights(Small())
-    assert unfinished.isdisjoint(folder(tmp_path).iterdir())
-
-
-def publish_and_be_killed(url: Path) -> None:
-    """Publish a version that is larger than a file may be."""
-    transport = wsync.StoreTransport(folder(url))
-    transport.setup_connection_and_weights_on_sender()
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-    transport.send_weights(Small(100_000))
 
 
 def test_a_full_disk(tmp_path: Path) -> None:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
 import torch
+from programs import run_program
 from stores import reader, trainer
 
 import wsync
 
+ROOT = Path(__file__).parents[2]
 HF = {"shard_bytes": 4000}
 
 
@@ -82,11 +86,14 @@ def newest_in(url: str) -> int:
     return manifest_of(url)["versions"][-1]["version"] if "manifest.json" in names_in(url) else 0
 
 
-def require_exact(receiver: wsync.StoreTransport, version: int) -> None:
+def require_exact(receiver: wsync.StoreTransport, version: int = 0) -> int:
+    """Receive, and return the version, which has to be the one that is given."""
     received = receiver.receive_weights(20.0)
     assert received is not None
+    version = version or int(received["count"])
     for name, tensor in weights(version).items():
         assert torch.equal(received[name], tensor), f"'{name}' is not that of version {version}"
+    return version
 
 
 @pytest.mark.parametrize("form", [{}, HF], ids=["files", "folders"])
@@ -113,6 +120,22 @@ def test_readers_that_follow_skip_or_come_late_are_exact(url: str, form: dict[st
     wholes = [one["version"] for one in manifest["versions"] if one["whole"]]
     assert wholes == [21, 25] and len(manifest["versions"]) == 6
     assert len(names_in(url)) == 1 + 3 + 10  # from 17 on, where version 24 begins
+
+
+def test_readers_meet_versions_that_are_being_deleted(url: str) -> None:
+    sender, last = publish(url, 1, anchor_every=3, keep=1), 40
+
+    def follow() -> int:
+        receiver, version = wsync.StoreTransport(url), 0
+        while version < last:
+            version = require_exact(receiver)
+        return version
+
+    with ThreadPoolExecutor() as pool:
+        readers = [pool.submit(follow) for _ in range(4)]
+        for version in range(2, last + 1):
+            sender.send_weights(weights(version))
+        assert [one.result(60.0) for one in readers] == [last] * 4
 
 
 def test_a_reader_that_follows_reads_no_anchor(tmp_path: Path) -> None:
@@ -248,6 +271,17 @@ def test_transformers_reads_a_version(tmp_path: Path, shard_bytes: int) -> None:
         for other in (loaded, copy):
             assert all(map(torch.equal, other.state_dict().values(), model.state_dict().values()))
             assert other.dtype is torch.bfloat16
+
+
+@pytest.mark.slow
+def test_readers_behind_a_slow_link(tmp_path: Path) -> None:
+    for package in ("aiohttp", "requests", "transformers"):
+        pytest.importorskip(package, reason=f"reading over HTTP needs {package}")
+    if os.geteuid() or shutil.which("ip") is None:
+        pytest.skip("needs root and iproute2")
+    done = run_program(ROOT / "examples" / "slow_link.py", "2", "3", "1e-6", folder=tmp_path, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "every version of every reader was exact" in done.stdout
 
 
 @pytest.mark.parametrize("wrong", [{"keep": 0}, {"anchor_every": 0}, {"layout": "gguf"}, {"model_folder": "x"}])

@@ -38,7 +38,7 @@ from msgspec import Meta
 
 from wsync.control.session import checksum_of
 from wsync.errors import NotConnected, WeightSyncError
-from wsync.store.safetensors_file import files_of, header_of, index_of, order_in_file, tensors_of
+from wsync.store.safetensors_file import content_of, header_of, order_in_file
 from wsync.transforms import Delta
 from wsync.update import LAST_VERSION, Outlet, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
@@ -52,7 +52,6 @@ _PIECE = 1 << 20  # bytes
 MOST_DIFFERENCES = 1000  # between two anchors
 _OF_VERSION = re.compile(r"v(\d+)-\w+(\.safetensors|\.difference)?")
 _UNFINISHED = ".unfinished"
-_FORMAT = {"format": "pt"}  # what transformers asks for
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")  # what is not copied of a model folder
 _Size = Annotated[int, Meta(ge=0, lt=1 << 60)]  # in bytes
 
@@ -291,31 +290,21 @@ class Files(Outlet):
         checksum = f"{checksum_of(buffer.memory, encoded):016x}"
         if self._delta is not None and base is not None and base.layout == buffer.layout:
             difference = self._delta.difference(base.memory, buffer.memory, buffer.layout.width)
-        before = () if difference is None else self._versions
+        before = self._versions if difference else ()
         anchor = not any(one.whole for one in before[1 - self._anchor_every :])
-        size = 0 if difference is None else len(difference)
-        versions = (*before, Stored(update.version, checksum, buffer.layout.nbytes if anchor else 0, size))
+        size = buffer.layout.nbytes if anchor else 0
+        versions = (*before, Stored(update.version, checksum, size, len(difference or b"")))
         first = [at for at, one in enumerate(versions) if one.whole][-2:][0]  # of the last two anchors
-        manifest = Manifest(
-            *(self.name, encoded, versions[first:], dict(update.requires), self._delta is not None, self._shard_bytes)
-        )
-        if difference is not None:
+        form = self._delta is not None, self._shard_bytes
+        manifest = Manifest(self.name, encoded, versions[first:], dict(update.requires), *form)
+        if difference:
             digest = bytes.fromhex(self._versions[-1].checksum)
             files[manifest.name(update.version, whole=False)] = {"": [digest, difference]}
         if anchor:
-            files[manifest.name(update.version, whole=True)] = self._whole(buffer)
+            content = content_of(buffer, self._shard_bytes)
+            files[manifest.name(update.version, whole=True)] = {**content, **self._others}
         self._write(update.version, files)
         self._prepared = manifest
-
-    def _whole(self, buffer: Buffer) -> dict[str, Any]:
-        """Return the files of a whole version, in pieces."""
-        layout, metadata = buffer.layout, _FORMAT if self._shard_bytes else None
-        files = files_of(layout, self._shard_bytes)
-        tensors = {
-            file: [header_of(layout, entries, metadata), *tensors_of(buffer, entries)]
-            for file, entries in files.items()
-        }
-        return {**tensors, **index_of(layout, files), **(self._others if self._shard_bytes else {})}
 
     def commit(self, update: Update, workers: Sequence[int]) -> None:
         manifest, self._prepared = self._prepared, None

@@ -12,6 +12,7 @@ from wsync.errors import LayoutMismatch
 from wsync.weights.layout import Buffer, Layout
 from wsync.weights.tensors import raw_bytes
 
+_FORMAT = {"format": "pt"}  # what transformers asks for
 _DTYPES = {  # by their names in safetensors files
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0"},
@@ -46,11 +47,18 @@ def files_of(layout: Layout, shard_bytes: int) -> dict[str, list[int]]:
     return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def index_of(layout: Layout, files: Mapping[str, Sequence[int]]) -> dict[str, list[bytes]]:
-    """Return the index of a Hugging Face folder as a file, if it has one: it has several files of tensors then."""
-    where = {layout.names[index]: file for file, entries in files.items() for index in entries}
-    content = {"metadata": {"total_size": sum(nbytes for _, nbytes in layout.byte_ranges)}, "weight_map": where}
-    return {"model.safetensors.index.json": [msgspec.json.encode(content)]} if len(files) > 1 else {}
+def content_of(buffer: Buffer, shard_bytes: int) -> dict[str, Sequence[bytes | memoryview]]:
+    """Return what ``files_of`` names, in pieces, with the index of a folder that has several files of tensors."""
+    layout, files = buffer.layout, files_of(buffer.layout, shard_bytes)
+    content: dict[str, Sequence[bytes | memoryview]] = {
+        file: [header_of(layout, entries, _FORMAT if shard_bytes else None), *tensors_of(buffer, entries)]
+        for file, entries in files.items()
+    }
+    if len(files) > 1:
+        where = {layout.names[index]: file for file, entries in files.items() for index in entries}
+        index = {"metadata": {"total_size": sum(nbytes for _, nbytes in layout.byte_ranges)}, "weight_map": where}
+        content["model.safetensors.index.json"] = [msgspec.json.encode(index)]
+    return content
 
 
 def header_of(layout: Layout, entries: Sequence[int], metadata: Mapping[str, str] | None = None) -> bytes:
