@@ -187,7 +187,8 @@ def test_a_model_that_was_changed_in_the_reader_is_no_base(tmp_path: Path) -> No
                 own.weight.data.fill_(7)
                 with torch.no_grad():
                     model.weight[0] += 1
-                scheme.send()
+                report = scheme.send()
+                assert report is not None and report.bytes < model.weight.nbytes / 4, "of the difference"
                 receiver.pull()
                 assert torch.equal(own.weight, model.weight)
 

@@ -252,7 +252,7 @@ class Files(Outlet):
         self._store, self._keep = store, keep
         self._delta, self._anchor_every = Delta() if anchor_every > 1 else None, anchor_every
         self._shard_bytes = shard_bytes
-        others = [] if model_folder is None else Path(model_folder).expanduser().iterdir()
+        others = [] if model_folder is None or not shard_bytes else Path(model_folder).expanduser().iterdir()
         others = [path for path in others if path.is_file() and not path.name.endswith(_WEIGHTS)]
         self._others = {path.name: [path.read_bytes()] for path in others}
         self._pool = BufferPool()
