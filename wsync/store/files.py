@@ -50,7 +50,7 @@ SAME_WEIGHTS = "all readers of a store get the same weights"
 MAX_HEADER = 64 << 20  # bytes of the largest manifest, which has the layout, and of what precedes the tensors in a file
 _PIECE = 1 << 20  # bytes
 MOST_DIFFERENCES = 1000  # between two anchors
-_OF_VERSION = re.compile(r"v(\d+)-\w+(\.safetensors|\.difference)?")
+_OF_VERSION = re.compile(r"v(\d{8,})-[0-9a-f]{8}(\.safetensors|\.difference)?")
 _UNFINISHED = ".unfinished"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")  # what is not copied of a model folder
 _Size = Annotated[int, Meta(ge=0, lt=1 << 60)]  # in bytes
