@@ -111,7 +111,7 @@ class Reader:
 
     def _read_difference(self, name: str, base: Buffer, checksum: int, into: Buffer) -> Buffer:
         """Return the version that a file has as a difference to ``base``; ValueError: it is one to something else."""
-        limit = base.layout.nbytes
+        limit = base.layout.nbytes + 16  # more than precedes it
         with self.store.open(name, limit) as file:
             digest, difference = file.read(8), file.read(limit)
         if int.from_bytes(digest) != checksum:
