@@ -2,7 +2,8 @@
 
 A small transformer is trained, then fine-tuned in steps of a small learning rate. Each version goes to one store that
 has it whole, and to one with differences; the readers, in a network namespace, read both over HTTP, and every version
-is compared with the trainer's bit for bit. Needs root, `ip`, `tc` and `transformers`.
+is compared with the trainer's bit for bit. Needs root, `ip`, `tc`, `transformers`,
+`aiohttp` and `requests`.
 
 python examples/slow_link.py 16 50 1e-6      # readers, versions, learning rate
 """
@@ -17,6 +18,8 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import aiohttp
+import fsspec
 import torch
 import xxhash
 from torch.nn import functional
@@ -61,11 +64,19 @@ def digest(weights: dict[str, torch.Tensor]) -> str:
 def read() -> None:
     """Read the next version of the store that each line names, `new URL` as a reader that has just come."""
     torch.set_num_threads(1)
+    # A file may take any time, as the readers share the link; a connection that stalls is given up, and begun anew.
+    fsspec.config.conf["http"] = {"client_kwargs": {"timeout": aiohttp.ClientTimeout(total=None, sock_read=30)}}
     stores: dict[str, wsync.StoreTransport] = {}
     for line in sys.stdin:
         *new, url = line.split()
         transport = wsync.StoreTransport(url) if new else stores.setdefault(url, wsync.StoreTransport(url))
-        print(digest(transport.receive_weights(600.0).flatten_keys(".").to_dict()), flush=True)
+        weights = None
+        while weights is None:
+            try:
+                weights = transport.receive_weights(600.0)
+            except wsync.WeightSyncError as error:
+                print(f"read again: {error}", file=sys.stderr, flush=True)
+        print(digest(weights.flatten_keys(".").to_dict()), flush=True)
 
 
 def make_model() -> torch.nn.Module:

@@ -67,10 +67,8 @@ class StoreWeightSyncScheme(WeightSyncScheme):
             raise ValueError(f"layout is 'safetensors' or 'hf', which alone has a model_folder, not {layout!r}")
         super().__init__(strategy, **options)
         self.url = absolute_url(url)
-        self.form = {  # of what is written
-            **{"keep": keep, "anchor_every": anchor_every, "model_folder": model_folder},
-            "shard_bytes": shard_bytes if layout == "hf" else 0,
-        }
+        self.form = {"keep": keep, "anchor_every": anchor_every, "model_folder": model_folder}  # of what is written
+        self.form["shard_bytes"] = shard_bytes if layout == "hf" else 0
         # Of workers that have this scheme, pickled: the oldest version that they use, and whether they wait for it.
         self._first_version, self._begins_with_weights = 1, True
 
