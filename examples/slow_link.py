@@ -8,6 +8,7 @@ is compared with the trainer's bit for bit. Needs root, `ip`, `tc`, `transformer
 python examples/slow_link.py 16 50 1e-6      # readers, versions, learning rate
 """
 
+import socket
 import statistics
 import subprocess
 import sys
@@ -32,6 +33,7 @@ LINK = [
     *(f"ip netns add {NAME}", f"ip link add {NEAR} type veth peer name {FAR} netns {NAME}"),
     *(f"ip addr add {HERE}/24 dev {NEAR}", f"ip link set {NEAR} up", f"{INSIDE} ip addr add {THERE}/24 dev {FAR}"),
     f"{INSIDE} ip link set {FAR} up",
+    f"{INSIDE} sysctl -q net.ipv4.tcp_congestion_control=reno",
     f"tc qdisc add dev {NEAR} root tbf rate {RATE} burst 256kb latency 200ms",
 ]
 FORMS = {"whole": {}, "differences": {"anchor_every": 10}}
@@ -51,6 +53,11 @@ class Server(ThreadingHTTPServer):
     """Takes the connections of all readers at once."""
 
     request_queue_size = 128
+
+    def server_bind(self) -> None:
+        """Set the congestion control that connections inherit: BBR floods a link as short as this one."""
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+        super().server_bind()
 
 
 def digest(weights: dict[str, torch.Tensor]) -> str:
