@@ -29,7 +29,15 @@ def test_a_trainer_does_not_overwrite_a_manifest_that_it_cannot_read(tmp_path: P
 
 
 def changed(**fields: Any) -> Callable[[bytes], bytes]:
-    return lambda content: json.dumps({**json.loads(content), **fields}).encode()
+    """Return what changes fields of a manifest, or of the version that it names last."""
+
+    def change(content: bytes) -> bytes:
+        manifest = json.loads(content)
+        for name, value in fields.items():
+            (manifest["versions"][-1] if name in manifest["versions"][-1] else manifest)[name] = value
+        return json.dumps(manifest).encode()
+
+    return change
 
 
 @pytest.mark.parametrize(
@@ -41,8 +49,10 @@ def changed(**fields: Any) -> Callable[[bytes], bytes]:
         *((changed(layout=value), "layout") for value in ("", "AAAA", "?", None, 3)),
         (changed(requires={"a": -1}), "requires"),
         (changed(file="../x"), "unknown field"),
-        (changed(version=7), r"v00000007-\w+\.safetensors: .*the file is missing"),
+        *((changed(versions=value), "versions") for value in ([], None, [{}], "x")),
+        (changed(version=7), r"v00000007-\w+\.safetensors: FileNotFoundError"),
         (changed(checksum="0" * 16), "corrupt"),
+        (changed(whole=0, difference=1), "no whole version is before its differences"),
         *((lambda content, value=value: value, "damaged") for value in (b"", b"{", b"[]", b"[" * 100_000, b"\xff" * 9)),
     ],
 )

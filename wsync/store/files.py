@@ -1,11 +1,16 @@
-"""A folder of versions, as a trainer writes it: one safetensors file each, and a manifest that names the newest.
+"""A folder of versions, as a trainer writes it: safetensors files, and a manifest that names the newest.
 
     <url>/manifest.json                    replaced as a whole: what a reader looks at first
-    <url>/v00000012-<writer>.safetensors   one version; never changed, deleted when it is no longer among the newest
+    <url>/v00000012-<writer>.safetensors   one version; never changed, deleted when no reader can need it
+    <url>/v00000012-<writer>/              the same as a Hugging Face folder: safetensors files, config.json
+    <url>/v00000012-<writer>.difference    8 bytes: checksum of the version before; then the exact difference to it
 
-A version's file is complete before the manifest names it, and each file is seen when all of it is there. On a local
-file system it is written under another name, flushed to the disk and renamed. Object stores (S3, memory) show an object
-when all of it is there.
+With differences, only every n-th version is whole, an *anchor*, and every version is a difference, too: a reader that
+follows needs no anchor, and any other one begins at the last. The manifest names two anchors and all versions since.
+
+All of a version is complete before the manifest names it, and is seen when all of it is there. On a local file system
+it is written under another name, flushed to the disk and renamed. Object stores (S3, memory) show an object when all of
+it is there: there, a folder is complete when the manifest names it.
 
 Any process that can write to the store may have made the manifest. So every field is checked before it is used: the
 name of a version's file follows from its number and its writer, and is in the store's folder.
@@ -18,8 +23,11 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+import shutil
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +38,8 @@ from msgspec import Meta
 
 from wsync.control.session import checksum_of
 from wsync.errors import NotConnected, WeightSyncError
-from wsync.store.safetensors_file import header_of, order_in_file, tensors_of
+from wsync.store.safetensors_file import content_of, header_of, order_in_file
+from wsync.transforms import Delta
 from wsync.update import LAST_VERSION, Outlet, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
 from wsync.weights.targets import require_no_extra
@@ -40,22 +49,58 @@ MANIFEST = "manifest.json"
 SAME_WEIGHTS = "all readers of a store get the same weights"
 MAX_HEADER = 64 << 20  # bytes of the largest manifest, which has the layout, and of what precedes the tensors in a file
 _PIECE = 1 << 20  # bytes
-_VERSION_FILE = re.compile(r"v(\d+)-\w+\.safetensors")
+MOST_DIFFERENCES = 1000  # between two anchors
+_OF_VERSION = re.compile(r"v(\d{8,})-[0-9a-f]{8}(\.safetensors|\.difference)?")
 _UNFINISHED = ".unfinished"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")  # what is not copied of a model folder
+_Size = Annotated[int, Meta(ge=0, lt=1 << 60)]  # in bytes
+
+
+class Stored(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A version, and what a store has of it."""
+
+    version: Annotated[int, Meta(ge=1, lt=LAST_VERSION)]
+    checksum: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]  # of the packed weights and the layout
+    whole: _Size  # 0: it is no anchor
+    difference: _Size  # 0: there is none
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The newest version of a store, and how it is read."""
+    """The newest version of a store, which is the last of ``versions``, and how it is read."""
 
-    version: Annotated[int, Meta(ge=1, lt=LAST_VERSION)]
     writer: Annotated[str, Meta(pattern="^[0-9A-Za-z]{1,64}$")]  # the trainer, which it identifies in ``requires``, too
     layout: bytes  # ``Layout.encode``
-    checksum: Annotated[str, Meta(pattern="^[0-9a-f]{16}$")]  # of the packed weights and the layout
+    versions: Annotated[tuple[Stored, ...], Meta(min_length=1, max_length=2 * MOST_DIFFERENCES)]
     requires: dict[str, Annotated[int, Meta(ge=0, lt=LAST_VERSION)]] = {}
+    differences: bool = False  # whether later versions may be differences to this one
+    shard_bytes: _Size = 0  # see ``files_of``
 
     @property
-    def file(self) -> str:
-        return f"v{self.version:08d}-{self.writer}.safetensors"
+    def version(self) -> int:
+        return self.versions[-1].version
+
+    def name(self, version: int, *, whole: bool) -> str:
+        """Return the name of a version's file or folder."""
+        kind = ".difference" if not whole else "" if self.shard_bytes else ".safetensors"
+        return f"v{version:08d}-{self.writer}{kind}"
+
+    def way(self, own: tuple[int, str]) -> list[tuple[Stored, bool]]:
+        """Return what is read for the newest version, one after the other, and whether it is read whole.
+
+        ``own``: version and checksum of what the reader has. The way has the fewest bytes. ValueError: there is none.
+        """
+        ways, nbytes, steps = list[tuple[int, list[tuple[Stored, bool]]]](), 0, list[tuple[Stored, bool]]()
+        for one in reversed(self.versions):
+            if (one.version, one.checksum) == own:
+                ways.append((nbytes, steps))
+            if one.whole:
+                ways.append((nbytes + one.whole, [(one, True), *steps]))
+            if not one.difference:
+                break
+            nbytes, steps = nbytes + one.difference, [(one, False), *steps]
+        if not ways:
+            raise ValueError("no whole version is before its differences")
+        return min(ways, key=itemgetter(0))[1]
 
 
 def absolute_url(url: str | os.PathLike[str]) -> str:
@@ -134,11 +179,14 @@ class Store:
     def delete_before(self, oldest: int) -> None:
         """Delete older versions, and what killed trainers left unfinished; a failure is logged."""
         try:
-            for path in self._fs.ls(self._root, detail=False):
-                name = path.rsplit("/", 1)[-1]
-                match = _VERSION_FILE.fullmatch(name)
+            fs, old = self._fs, list[str]()
+            for path in fs.ls(self._root, detail=False):
+                name = path.rstrip("/").rsplit("/", 1)[-1]
+                match = _OF_VERSION.fullmatch(name)
                 if name.endswith(_UNFINISHED) or (match is not None and int(match[1]) < oldest):
-                    self._fs.rm_file(f"{self._root}/{name}")
+                    old.append(f"{self._root}/{name}")
+            if old:
+                fs.rm(old, recursive=True)
         except Exception as error:  # noqa: BLE001  readers see the newest version already, so it has to count as stored
             _log.warning("old versions of the store %s cannot be deleted: %s", self.url, self.explain(error))
 
@@ -146,28 +194,42 @@ class Store:
         """Open a file for reading; one that is not local is read at once, and has at most ``limit`` bytes."""
         return self._read(file, limit) if self.local is None else open(self.local / file, "rb")
 
-    def write(self, file: str, pieces: Sequence[bytes | memoryview]) -> None:
-        """Write a file, or replace it; on a local file system it is on the disk then."""
+    def write(self, name: str, files: Mapping[str, Sequence[bytes | memoryview]]) -> None:
+        """Write a folder of files, or a file (called ``""``), or replace a file; if local, it is on the disk then."""
         if self.local is None:
-            return self._fs.pipe_file(f"{self._root}/{file}", b"".join(pieces))
-        unfinished = self.local / f"{file}.{secrets.token_hex(8)}{_UNFINISHED}"
+            for file, pieces in files.items():
+                self._fs.pipe_file(f"{self._root}/{name}/{file}".rstrip("/"), b"".join(pieces))
+            return
+        unfinished = self.local / f"{name}.{secrets.token_hex(8)}{_UNFINISHED}"
         try:
-            with open(unfinished, "xb") as opened:
-                opened.writelines(pieces)
-                opened.flush()
-                os.fsync(opened.fileno())
-            unfinished.replace(self.local / file)
+            for file, pieces in files.items():
+                path = unfinished / file
+                path.parent.mkdir(exist_ok=True)
+                with open(path, "xb") as opened:
+                    opened.writelines(pieces)
+                    opened.flush()
+                    os.fsync(opened.fileno())
+            if unfinished.is_dir():
+                _flush_names(unfinished)
+            unfinished.replace(self.local / name)
         finally:
-            unfinished.unlink(missing_ok=True)
-        folder = os.open(self.local, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # the file's name
-        finally:
-            os.close(folder)
+            shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
+        _flush_names(self.local)
+
+
+def _flush_names(folder: Path) -> None:
+    """Have the names of a folder's files written to the disk."""
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
 
 
 class Files(Outlet):
-    """An ``Outlet`` without connections: each update becomes a version, of which the newest ``keep`` are kept.
+    """An ``Outlet`` without connections: each update becomes a version, of which the newest ``keep`` can be read.
+
+    ``anchor_every``, ``shard_bytes`` and ``model_folder``: as in ``StoreWeightSyncScheme``.
 
     A version that is published is stored: nothing has to be waited for, and nothing can fail later. A version that was
     prepared and is not committed is deleted when it is old. ``num_workers`` is only for reports.
@@ -175,15 +237,30 @@ class Files(Outlet):
 
     transactional = True
 
-    def __init__(self, store: Store, num_workers: int = 1, *, keep: int = 3) -> None:
+    def __init__(
+        self,
+        store: Store,
+        num_workers: int = 1,
+        *,
+        keep: int = 3,
+        anchor_every: int = 1,
+        shard_bytes: int = 0,
+        model_folder: str | os.PathLike[str] | None = None,
+    ) -> None:
         self.name = secrets.token_hex(4)  # in the names of the files
         self.workers = range(num_workers)
         self._store, self._keep = store, keep
+        self._delta, self._anchor_every = Delta() if anchor_every > 1 else None, anchor_every
+        self._shard_bytes = shard_bytes
+        others = [] if model_folder is None or not shard_bytes else Path(model_folder).expanduser().iterdir()
+        others = [path for path in others if path.is_file() and not path.name.endswith(_WEIGHTS)]
+        self._others = {path.name: [path.read_bytes()] for path in others}
         self._pool = BufferPool()
         self._layout: Layout | None = None
-        self._header = b""
         self._prepared: Manifest | None = None
-        self._wrote = False
+        self._versions: tuple[Stored, ...] = ()  # of the last manifest
+        self._base: Buffer | None = None  # the last of them, if the next one may be a difference to it
+        self._needed = deque[int](maxlen=keep)  # the oldest version in each of the last manifests
 
     def begin(self) -> int:
         """Make the folder; return the newest version in it, 0 for none."""
@@ -192,7 +269,8 @@ class Files(Outlet):
         return 0 if manifest is None else manifest.version
 
     def set_layout(self, layout: Layout) -> None:
-        self._header, self._layout = header_of(layout, order_in_file(layout)), layout
+        header_of(layout, order_in_file(layout))  # it is refused here if it cannot be stored
+        self._layout = layout
 
     def reserve(self, deadline: float | None) -> Buffer:
         assert self._layout is not None, "set_layout() comes first"
@@ -203,38 +281,56 @@ class Files(Outlet):
         self.commit(update, workers)
 
     def prepare(self, update: Update, workers: Sequence[int]) -> None:
-        """Write the file of a version, which readers do not see yet; LayoutMismatch, WeightSyncError: that failed."""
+        """Write a version, which readers do not see yet; LayoutMismatch, WeightSyncError: that failed."""
         if not {*self.workers} <= {*workers}:
             raise ValueError(f"{SAME_WEIGHTS}: send to all workers, without worker_ids")
         require_no_extra(update.extra, "stored")
-        buffer = update.buffer
-        layout = buffer.layout.encode()
-        checksum = f"{checksum_of(buffer.memory, layout):016x}"
-        manifest = Manifest(update.version, self.name, layout, checksum, dict(update.requires))
-        self._write(manifest, manifest.file, [self._header, *tensors_of(buffer, order_in_file(buffer.layout))])
+        buffer, base, difference, files = update.buffer, self._base, None, dict[str, Any]()
+        encoded = buffer.layout.encode()
+        checksum = f"{checksum_of(buffer.memory, encoded):016x}"
+        if self._delta is not None and base is not None and base.layout == buffer.layout:
+            difference = self._delta.difference(base.memory, buffer.memory, buffer.layout.width)
+        before = self._versions if difference else ()
+        anchor = not any(one.whole for one in before[1 - self._anchor_every :])
+        size = buffer.layout.nbytes if anchor else 0
+        versions = (*before, Stored(update.version, checksum, size, len(difference or b"")))
+        first = [at for at, one in enumerate(versions) if one.whole][-2:][0]  # of the last two anchors
+        form = self._delta is not None, self._shard_bytes
+        manifest = Manifest(self.name, encoded, versions[first:], dict(update.requires), *form)
+        if difference:
+            digest = bytes.fromhex(self._versions[-1].checksum)
+            files[manifest.name(update.version, whole=False)] = {"": [digest, difference]}
+        if anchor:
+            content = content_of(buffer, self._shard_bytes)
+            files[manifest.name(update.version, whole=True)] = {**content, **self._others}
+        self._write(update.version, files)
         self._prepared = manifest
 
     def commit(self, update: Update, workers: Sequence[int]) -> None:
         manifest, self._prepared = self._prepared, None
         assert manifest is not None and manifest.version == update.version, "prepare() comes first"
-        self._write(manifest, MANIFEST, [msgspec.json.encode(manifest)])
-        self._wrote = True
-        self._store.delete_before(manifest.version - self._keep + 1)
+        self._write(update.version, {MANIFEST: {"": [msgspec.json.encode(manifest)]}})
+        self._versions = manifest.versions
+        self._base = None if self._delta is None else update.buffer
+        self._needed.append(manifest.versions[0].version)
+        self._store.delete_before(min(self._needed[0], update.version - self._keep + 1))
 
-    def _write(self, manifest: Manifest, file: str, pieces: Sequence[bytes | memoryview]) -> None:
-        """Write a file of a version; WeightSyncError: another trainer writes to the store, or it cannot be written."""
+    def _write(self, version: int, files: Mapping[str, Any]) -> None:
+        """Write what is of a version; WeightSyncError: another trainer writes to the store, or it cannot be written."""
         newest, url = self._store.newest(), self._store.url
-        if newest is not None and (newest.version >= manifest.version or (self._wrote and newest.writer != self.name)):
+        if newest is not None and (newest.version >= version or (self._versions and newest.writer != self.name)):
             raise WeightSyncError(
                 f"another trainer has published version {newest.version} in the store {url}: give each its own url"
             )
-        with self._store.explaining(f"version {manifest.version} was not stored in {url}"):
-            self._store.write(file, pieces)
+        with self._store.explaining(f"version {version} was not stored in {url}"):
+            for name, content in files.items():
+                self._store.write(name, content)
 
     def seen(self, worker: int, version: int) -> dict[str, Any]:
-        newest = self._store.newest() if self._wrote else None
+        newest = self._store.newest() if self._versions else None
         error = "" if newest is None or newest.writer == self.name else "another trainer publishes in this store"
         return {"where": self._store.url, "state": "not known", "error": error}
 
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
-        return 0.0, 0.0, 0 if self._layout is None else self._layout.nbytes
+        newest = self._versions[-1] if self._versions else None
+        return 0.0, 0.0, 0 if newest is None else newest.difference or newest.whole

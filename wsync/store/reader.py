@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from io import BufferedIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -19,7 +19,8 @@ from wsync.deadlines import NOW, remaining
 from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError
 from wsync.gate import process_gate
 from wsync.store.files import MANIFEST, MAX_HEADER, Manifest, Store
-from wsync.store.safetensors_file import order_in_file
+from wsync.store.safetensors_file import files_of
+from wsync.transforms import apply_difference
 from wsync.update import Inbox, Update
 from wsync.weights.layout import ALIGNMENT, Buffer, BufferPool, Layout
 from wsync.weights.tensors import raw_bytes
@@ -36,32 +37,33 @@ _CLOSING = 2.0  # seconds that ``close`` waits for the thread, which may be read
 
 
 class Reader:
-    """Reads the newest version of a store, each once. Any thread may call."""
+    """Reads the newest version of a store, each once. Any thread may call. ``last``: what was read before."""
 
-    def __init__(self, store: Store, oldest: int = 1) -> None:
+    def __init__(self, store: Store, oldest: int = 1, last: Update | None = None) -> None:
         self.store, self.oldest = store, oldest  # the oldest version that may be used
+        self.last = last  # to which the next version may be a difference
         self.newest, self.writer = 0, ""  # the newest version that was read, and its trainer
         self.stop = threading.Event()  # ends every wait
         self._pool = BufferPool()
-        self._lock = threading.Lock()  # guards ``newest``, ``writer`` and what follows, and reading takes long
+        self._lock = threading.Lock()  # guards these and what follows, and reading takes long
         self._layout: Layout | None = None
 
     def read(self, manifest: Manifest | None) -> Update | None:
         """Return the newest version; None: it was read already, or is not to be used. WeightSyncError: it is bad."""
         with self._lock:
-            missing = ""
             while manifest is not None and manifest.version >= max(self.oldest, self.newest + 1):
                 with self.store.explaining(f"the manifest {MANIFEST} of {self.store.url} is damaged: its layout"):
                     layout = Layout.decode(manifest.layout)
                 if self._layout is not None and self._layout == layout:  # the same object: a buffer may be used again
                     layout = self._layout
-                named = f"version {manifest.version} of the store {self.store.url} cannot be read: {manifest.file}"
-                with self.store.explaining(named):
-                    if manifest.file == missing:
-                        raise ValueError(f"the file is missing, and {MANIFEST} names it")
-                    with suppress(FileNotFoundError):  # deleted, because newer versions have been published
-                        return self._read(manifest, layout)
-                missing, manifest = manifest.file, self.store.newest()
+                try:
+                    return self._read(manifest, layout)
+                except WeightSyncError as error:
+                    missing = isinstance(error.__cause__, FileNotFoundError)
+                    newest = self.store.newest() if missing else manifest
+                    if newest == manifest:
+                        raise
+                    manifest = newest  # the file was deleted, because newer versions have been published
             return None
 
     def wait(self, deadline: float | None) -> Update | None:
@@ -75,13 +77,47 @@ class Reader:
             pause = min(2 * pause, 0.25)
 
     def _read(self, manifest: Manifest, layout: Layout) -> Update:
-        with self.store.open(manifest.file, layout.nbytes + MAX_HEADER) as file:
-            buffer = read_tensors(file, layout, self._pool.reserve)
-        checksum = checksum_of(buffer.memory, manifest.layout)
-        if checksum != int(manifest.checksum, 16):
-            raise ValueError(f"it is corrupt: its checksum is {checksum:016x}, not {manifest.checksum}")
+        """Make the newest version from the last one that was read, or from an anchor; see ``Manifest.way``."""
+        last, self.last = self.last, None  # after an error, the next call begins at an anchor
+        kept = buffer = None if last is None else last.buffer
+        checksum = 0 if kept is None else checksum_of(kept.memory, manifest.layout)
+        own = 0 if last is None or checksum != last.checksum else last.version  # its memory may be a model's own
+        with self.store.explaining(f"the manifest {MANIFEST} of {self.store.url} is damaged"):
+            way = manifest.way((own, f"{checksum:016x}"))
+        for one, whole in way:
+            name = manifest.name(one.version, whole=whole)
+            with self.store.explaining(f"version {one.version} of the store {self.store.url} cannot be read: {name}"):
+                if whole or buffer is None:
+                    buffer = self._read_whole(name, layout, manifest.shard_bytes)
+                else:
+                    into = self._pool.reserve(layout) if buffer is kept else buffer
+                    buffer = self._read_difference(name, buffer, checksum, into)
+                checksum = checksum_of(buffer.memory, manifest.layout)
+                if checksum != int(one.checksum, 16):
+                    raise ValueError(f"it is corrupt: its checksum is {checksum:016x}, not {one.checksum}")
+        assert buffer is not None, "a way without a step is from a version that was read"
         self._layout, self.newest, self.writer = layout, manifest.version, manifest.writer
-        return Update(manifest.version, buffer, b"", checksum, manifest.requires, acknowledge=False)
+        update = Update(manifest.version, buffer, b"", checksum, manifest.requires, acknowledge=False)
+        self.last = update if manifest.differences else None
+        return update
+
+    def _read_whole(self, name: str, layout: Layout, shard_bytes: int) -> Buffer:
+        with ExitStack() as opened:
+            files = list[tuple[BufferedIOBase, list[int]]]()
+            for file, entries in files_of(layout, shard_bytes).items():
+                limit = sum(layout.byte_ranges[index][1] for index in entries) + MAX_HEADER
+                files.append((opened.enter_context(self.store.open(f"{name}/{file}".rstrip("/"), limit)), entries))
+            return read_tensors(files, layout, self._pool.reserve)
+
+    def _read_difference(self, name: str, base: Buffer, checksum: int, into: Buffer) -> Buffer:
+        """Return the version that a file has as a difference to ``base``; ValueError: it is one to something else."""
+        limit = base.layout.nbytes + 16  # more than precedes it
+        with self.store.open(name, limit) as file:
+            digest, difference = file.read(8), file.read(limit)
+        if int.from_bytes(digest) != checksum:
+            raise ValueError(f"it is a difference to weights with the checksum {digest.hex()}, not {checksum:016x}")
+        apply_difference(base.memory, difference, into.memory)
+        return into
 
 
 def in_time(store: Store, function: Callable[[], T], deadline: float | None) -> T:
@@ -100,29 +136,34 @@ def in_time(store: Store, function: Callable[[], T], deadline: float | None) -> 
         loop.release()
 
 
-def read_tensors(file: BufferedIOBase, layout: Layout, reserve: Callable[[Layout], Buffer]) -> Buffer:
-    """Read the tensors of a file that ``Files`` has written, each into its place; the caller compares the checksum.
+def read_tensors(
+    files: Sequence[tuple[BufferedIOBase, Sequence[int]]], layout: Layout, reserve: Callable[[Layout], Buffer]
+) -> Buffer:
+    """Read files that ``Files`` has written, each with its entries, into place; the caller compares the checksum.
 
-    The header is passed over. The library ``safetensors`` maps a file, and a process that reads a mapped part that was
-    cut off is killed; or it copies the file while no other thread can run. ValueError: the file has another size.
+    Headers are passed over. The library ``safetensors`` maps a file, and a process that reads a mapped part that was
+    cut off is killed; or it copies the file while no other thread can run. ValueError: a file has another size.
     """
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    start = 8 + int.from_bytes(file.read(8), "little")
+    for file, entries in files:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        start = 8 + int.from_bytes(file.read(8), "little")
+        nbytes = sum(layout.byte_ranges[index][1] for index in entries)
+        if size != start + nbytes:
+            raise ValueError(f"it has {size} bytes, not the {start + nbytes} of its header and the tensors")
+        file.seek(start)
     nbytes = sum(layout.byte_ranges[index][1] for index in layout.leaders)
-    if size != start + nbytes:
-        raise ValueError(f"it has {size} bytes, not the {start + nbytes} of its header and the tensors")
     if layout.nbytes > nbytes + ALIGNMENT * len(layout.names):  # no more memory than the tensors take
         raise ValueError(f"its layout has {layout.nbytes} bytes for tensors of {nbytes}")
     buffer = reserve(layout)
-    file.seek(start)
-    for index in order_in_file(layout):
-        view = buffer.views[index]
-        dense = view if view.is_contiguous() else torch.empty(view.shape, dtype=view.dtype)
-        if dense.numel() and file.readinto(raw_bytes(dense).numpy().data) < dense.nbytes:
-            raise ValueError("the file ends within its tensors")
-        if dense is not view:
-            view.copy_(dense)
+    for file, entries in files:
+        for index in entries:
+            view = buffer.views[index]
+            dense = view if view.is_contiguous() else torch.empty(view.shape, dtype=view.dtype)
+            if dense.numel() and file.readinto(raw_bytes(dense).numpy().data) < dense.nbytes:
+                raise ValueError("the file ends within its tensors")
+            if dense is not view:
+                view.copy_(dense)
     return buffer
 
 

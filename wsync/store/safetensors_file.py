@@ -1,4 +1,4 @@
-"""A safetensors file: what it begins with, and the order of its tensors."""
+"""Safetensors files: what one begins with, the order of its tensors, and the files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from wsync.errors import LayoutMismatch
 from wsync.weights.layout import Buffer, Layout
 from wsync.weights.tensors import raw_bytes
 
+_FORMAT = {"format": "pt"}  # what transformers asks for
 _DTYPES = {  # by their names in safetensors files
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0"},
@@ -24,6 +25,40 @@ _DTYPES = {  # by their names in safetensors files
 def order_in_file(layout: Layout) -> list[int]:
     """Return the entries that have a place in a file, the widest numbers first, so that each place is aligned."""
     return sorted(layout.leaders, key=lambda index: -layout.dtypes[index].itemsize)
+
+
+def files_of(layout: Layout, shard_bytes: int) -> dict[str, list[int]]:
+    """Return the files of a Hugging Face folder by name, with the entries in each: all of them, also tied ones.
+
+    ``shard_bytes``: of tensors in one file. 0: the version is one file without a folder, and has tied tensors once.
+    """
+    if not shard_bytes:
+        return {"": order_in_file(layout)}
+    shards, room = list[list[int]](), 0
+    for index in sorted(range(len(layout.names)), key=lambda index: -layout.dtypes[index].itemsize):
+        size = layout.byte_ranges[index][1]
+        if not shards or size > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(index)
+        room -= size
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def content_of(buffer: Buffer, shard_bytes: int) -> dict[str, Sequence[bytes | memoryview]]:
+    """Return what ``files_of`` names, in pieces, with the index of a folder that has several files of tensors."""
+    layout, files = buffer.layout, files_of(buffer.layout, shard_bytes)
+    content: dict[str, Sequence[bytes | memoryview]] = {
+        file: [header_of(layout, entries, _FORMAT if shard_bytes else None), *tensors_of(buffer, entries)]
+        for file, entries in files.items()
+    }
+    if len(files) > 1:
+        where = {layout.names[index]: file for file, entries in files.items() for index in entries}
+        index = {"metadata": {"total_size": sum(nbytes for _, nbytes in layout.byte_ranges)}, "weight_map": where}
+        content["model.safetensors.index.json"] = [msgspec.json.encode(index)]
+    return content
 
 
 def header_of(layout: Layout, entries: Sequence[int], metadata: Mapping[str, str] | None = None) -> bytes:
