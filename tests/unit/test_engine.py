@@ -7,6 +7,7 @@ import base64
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -19,7 +20,7 @@ import wsync
 from wsync.deadlines import deadline_in
 from wsync.engine import protocol
 from wsync.engine.app import engine_app
-from wsync.engine.client import BodyTransfer, EngineClient, VersionSource
+from wsync.engine.client import BodyTransfer, EngineClient, Transfer, VersionSource
 from wsync.engine.outlet import Engines
 from wsync.errors import SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
 from wsync.gate import gate
@@ -191,6 +192,21 @@ def test_a_transfer_of_ones_own_has_the_methods_of_vllm() -> None:
             scheme.connect()
             with pytest.raises(WorkerFailed, match=r"applied nowhere(?s:.*)its transfer cannot prepare a version"):
                 wsync.synchronize({scheme: None})
+
+
+def test_a_transfer_that_derives_prepares_a_version() -> None:
+    class Steps(Transfer):
+        def __init__(self, client: EngineClient, source: Any) -> None:
+            self.prepare = partial(client.post, "prepare", "/mine")
+            self.commit = client.finish_weight_update
+
+    asked = list[str]()
+    with serve(answering(lambda path: (asked.append(path), (200, b"{}"))[1])) as url:
+        with wsync.HTTPWeightSyncScheme(url, transfer=Steps) as scheme:
+            scheme.init_on_sender("policy", weights=weights(1))
+            scheme.connect()
+            wsync.synchronize({scheme: None})
+    assert asked[-3:] == ["/mine", protocol.HEALTH, protocol.FINISH]
 
 
 def test_an_update_of_a_dead_trainer_is_finished_before_another_is_begun() -> None:

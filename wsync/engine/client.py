@@ -293,20 +293,49 @@ class VersionSource:
         """Return None, by which vLLM 0.32 knows that this process has all tensors."""
 
 
+class Transfer:
+    """How versions travel to one engine: steps, each called in a thread of its own. Those that are needed are defined.
+
+    Attributes:
+        prepares: whether the engine can have a version and use the one before, so that several switch together.
+    """
+
+    prepares = True
+
+    def stage(self) -> None:
+        """Do what needs no engine, before generation is paused."""
+
+    def prepare(self) -> None:
+        """Have the engine get and verify the version. It uses the one before."""
+
+    def commit(self) -> None:
+        """Have the engine use the version."""
+
+    def abort(self) -> None:
+        """Have the engine go on with the version before, as if ``prepare`` had not been."""
+
+    def shutdown(self) -> None:
+        """End the transfer."""
+
+
 MakeTransfer = Callable[[EngineClient, VersionSource], Any]
-"""Makes the transfer to one engine, as phase 1 (init). Exceptions that it raises, the trainer raises as
-``WorkerFailed``. All its methods are called in threads of their own; ``shutdown()``, if there is one, ends it.
-
-A transfer of vLLM (``TrainerWeightTransferEngine``) has ``send_weights()``: it sends what the source has now, by the
-phases start, update and finish. Those of this library have steps instead, so that several engines switch together:
-
-- ``stage()``: what needs no engine, before generation is paused;
-- ``prepare()``: the engine has and has verified the version, and uses the one before;
-- ``commit()``: the engine uses it; or ``abort()``: it goes on with the one before, as if ``prepare`` had not been.
+"""Makes the transfer to one engine, as phase 1 (init): a ``Transfer``, or an object with ``send_weights()``, as vLLM's
+(``TrainerWeightTransferEngine``). That sends what the source has now, by the phases start, update and finish; if it has
+``shutdown()``, that ends it. Exceptions of the function and of all methods, the trainer raises as ``WorkerFailed``.
 """
 
 
-class BodyTransfer:
+def as_transfer(made: Any) -> Transfer:
+    """Return what a ``MakeTransfer`` has made; an object with ``send_weights()`` does all in one step."""
+    if isinstance(made, Transfer):
+        return made
+    transfer = Transfer()
+    transfer.prepares, transfer.commit = False, made.send_weights
+    transfer.shutdown = getattr(made, "shutdown", transfer.shutdown)
+    return transfer
+
+
+class BodyTransfer(Transfer):
     """The transfer that is used by default: an HTTP body, as ``protocol`` says."""
 
     def __init__(self, client: EngineClient, source: VersionSource) -> None:
@@ -324,6 +353,3 @@ class BodyTransfer:
 
     def commit(self) -> None:
         self._client.finish_weight_update(**self._session)
-
-    def abort(self) -> None:
-        """The engine keeps what has arrived until the next version."""

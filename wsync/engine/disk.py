@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from wsync.engine.client import EngineClient, EngineError, VersionSource
+from wsync.engine.client import EngineClient, EngineError, Transfer, VersionSource
 from wsync.errors import LayoutMismatch, WeightSyncError
 from wsync.store.safetensors_file import header_of, tensors_of
 from wsync.update import Update
@@ -140,7 +140,7 @@ def _order(layout: Layout) -> Sequence[int]:
     return sorted(range(len(layout.names)), key=lambda index: -layout.dtypes[index].itemsize)
 
 
-class DiskTransfer:
+class DiskTransfer(Transfer):
     """The transfer ``"disk"`` to one vLLM server: its own ``reload_weights`` of a version's folder.
 
     A reload that fails half-way leaves layers that wait for the rest, and would take it from the next version. So each
@@ -170,9 +170,6 @@ class DiskTransfer:
         self._reload("update", self._folder)
         client.post("finish", "/update_weight_version", {"new_version": str(client.version)})
         client.times = 0.0, time.perf_counter() - began
-
-    def abort(self) -> None:
-        """No layer was touched."""
 
     def shutdown(self) -> None:
         self._folders.forget(self)

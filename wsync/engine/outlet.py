@@ -15,7 +15,7 @@ from typing import Any
 from wsync.control.loop import control_loop, run_blocking
 from wsync.control.session import checksum_of
 from wsync.deadlines import deadline_in, earlier, remaining
-from wsync.engine.client import EngineClient, EngineError, MakeTransfer, VersionSource
+from wsync.engine.client import EngineClient, EngineError, MakeTransfer, Transfer, VersionSource, as_transfer
 from wsync.engine.protocol import HEALTH, PAUSE, RESUME, WORLD_SIZE, PauseMode
 from wsync.errors import LayoutMismatch, as_text
 from wsync.update import Cause, Outlet, Stage, Update
@@ -53,7 +53,7 @@ class Engine:
         # Of the version that was submitted last: its outcome, why it is not prepared, and whether it is to be used.
         self._states: Sequence[Any] = (None, None, None)
         self._turn = asyncio.Lock()  # held by the delivery that is in progress
-        self._transfer: tuple[Layout, VersionSource, Any] | None = None
+        self._transfer: tuple[Layout, VersionSource, Transfer] | None = None
         self._ending: asyncio.Future[Any] | None = None  # of the transfer before
         self._begun = False  # a version that is not complete
 
@@ -150,7 +150,7 @@ class Engine:
 
     def _end_transfer(self) -> None:
         transfer, self._transfer = self._transfer, None
-        if transfer is not None and hasattr(transfer[2], "shutdown"):  # a user's transfer need not have it
+        if transfer is not None:
             self._ending = asyncio.ensure_future(run_blocking("engine", transfer[2].shutdown))
 
     # --- one attempt ---
@@ -182,26 +182,24 @@ class Engine:
             self.client.phase = "init"
             source = VersionSource(layout)
             transfer = await self._blocking(self._make_transfer, self.client, source)
-            self._transfer = layout, source, transfer
+            self._transfer = layout, source, as_transfer(transfer)
         _, source, transfer = self._transfer
         if update is None:
             return
-        has_steps = hasattr(transfer, "prepare")  # a user's transfer may have `send_weights` alone
-        if update.undecided and not has_steps:
+        if update.undecided and not transfer.prepares:
             raise EngineError(f"{self.client.url}: its transfer cannot prepare a version: send() each model")
         self.client.version, self.client.times = update.version, (0.0, 0.0)
         source.update = update
         try:
-            if hasattr(transfer, "stage"):  # bodies of HTTP requests have nothing to do before the pause
-                await self._blocking(transfer.stage)
+            await self._blocking(transfer.stage)
             async with self._paused():
-                if not has_steps or await self._prepare(transfer, *states):
-                    await self._blocking(transfer.commit if has_steps else transfer.send_weights)
+                if await self._prepare(transfer, *states):
+                    await self._blocking(transfer.commit)
                     self._begun = False
         finally:
             source.update = None
 
-    async def _prepare(self, transfer: Any, vote: asyncio.Future[Any], decision: asyncio.Future[bool]) -> bool:
+    async def _prepare(self, transfer: Transfer, vote: asyncio.Future[Any], decision: asyncio.Future[bool]) -> bool:
         """Prepare a version; return whether it is to be committed, when that is decided. If not, it is aborted."""
         refusal = None
         try:

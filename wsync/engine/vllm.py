@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import wsync
 from wsync.deadlines import deadline_in, remaining
 from wsync.engine import protocol
-from wsync.engine.client import EngineClient, EngineError, VersionSource
+from wsync.engine.client import EngineClient, EngineError, Transfer, VersionSource
 
 MODEL = "engine"  # the name by which both ends know the model
 
@@ -52,7 +52,7 @@ class DataScheme(wsync.WeightSyncScheme):
         return self._receiver.fetch(deadline_in(timeout))
 
 
-class DataTransfer:
+class DataTransfer(Transfer):
     """The transfer ``"wsync"`` to one engine: a sender whose workers are the engine's ranks.
 
     ``host``: the address by which the engine reaches this process; None: the one from which the engine is called.
