@@ -146,15 +146,16 @@ def test_a_folder_that_the_engine_does_not_see_leaves_the_old_version(one_rank: 
 
 
 def test_a_damaged_file_leaves_the_engine_paused_until_a_version_is_whole(one_rank: Server, tmp_path: Path) -> None:
-    def cut(folders: VersionFolders, engine: object, version: int) -> None:
-        usual(folders, engine, version)
-        (file,) = tmp_path.glob(f"policy/v{version:08d}-*/model.safetensors")
+    def cut(folders: VersionFolders, engine: object, update: Any) -> Path:
+        folder = usual(folders, engine, update)
+        file = folder / "model.safetensors"
         os.truncate(file, file.stat().st_size - 1)
+        return folder
 
-    usual = VersionFolders.tell
+    usual = VersionFolders.write
     with trainer(one_rank, make(57), transfer="disk", folder=tmp_path) as scheme:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(VersionFolders, "tell", cut)
+            patch.setattr(VersionFolders, "write", cut)
             with pytest.raises(wsync.WorkerFailed, match=r"phase update (?s:.*)stays paused"):
                 scheme.send(make(58))
         assert one_rank.paused()

@@ -7,7 +7,6 @@ import base64
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from functools import partial
 from typing import Any
 
 import httpx
@@ -197,16 +196,18 @@ def test_a_transfer_of_ones_own_has_the_methods_of_vllm() -> None:
 def test_a_transfer_that_derives_prepares_a_version() -> None:
     class Steps(Transfer):
         def __init__(self, client: EngineClient, source: Any) -> None:
-            self.prepare = partial(client.post, "prepare", "/mine")
-            self.commit = client.finish_weight_update
+            self.client, self.commit = client, client.finish_weight_update
+
+        def prepare(self) -> None:
+            self.client.post("prepare", "/mine")
 
     asked = list[str]()
-    with serve(answering(lambda path: (asked.append(path), (200, b"{}"))[1])) as url:
-        with wsync.HTTPWeightSyncScheme(url, transfer=Steps) as scheme:
-            scheme.init_on_sender("policy", weights=weights(1))
-            scheme.connect()
-            wsync.synchronize({scheme: None})
-    assert asked[-3:] == ["/mine", protocol.HEALTH, protocol.FINISH]
+    app = answering(lambda path: (asked.append(path), (200, b"{}"))[1])
+    with serve(app) as url, wsync.HTTPWeightSyncScheme(url, transfer=Steps) as scheme:
+        scheme.init_on_sender("policy", weights=weights(1))
+        scheme.connect()
+        wsync.synchronize({scheme: None})
+    assert asked[-5:] == [protocol.PAUSE, "/mine", protocol.HEALTH, protocol.FINISH, protocol.RESUME]
 
 
 def test_an_update_of_a_dead_trainer_is_finished_before_another_is_begun() -> None:

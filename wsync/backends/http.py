@@ -12,7 +12,7 @@ from urllib.parse import quote
 from wsync.engine.client import BodyTransfer, EngineClient, MakeTransfer, checked_url
 from wsync.engine.disk import DiskTransfer, VersionFolders
 from wsync.engine.outlet import Engines
-from wsync.engine.protocol import PAUSE_MODES, PauseMode, require_valid_token
+from wsync.engine.protocol import PAUSE_MODES, EngineKind, PauseMode, require_valid_token
 from wsync.receiver import Receiver
 from wsync.scheme import WeightSyncScheme
 from wsync.transforms import Transform
@@ -37,11 +37,12 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         token: sent as a bearer token. It is readable on the way unless the URL is ``https``.
         transfer: None: HTTP bodies. ``"wsync"``: by a connection of wsync to each rank of a vLLM server that runs with
             ``--weight-transfer-config '{"backend": "wsync"}'``. ``"disk"``: each version is a folder in the Hugging
-            Face layout, which a vLLM server loads. Or a function ``(EngineClient, VersionSource) → object with
-            send_weights()``.
+            Face layout, which a vLLM or SGLang server loads. Or a function ``(EngineClient, VersionSource) → object``
+            with ``send_weights()``, or a ``wsync.engine.client.Transfer``.
+        engine: whose servers they are, which loads files: with ``"sglang"``, ``transfer="disk"``.
         pause: what happens to generations in flight, around the last three phases: ``"abort"`` ends them, ``"wait"``
             waits for their end, ``"keep"`` has them go on with the new weights (mixed versions). None: ``"keep"``, as
-            vLLM cannot generate meanwhile; with HTTP bodies, nothing is paused.
+            vLLM cannot generate meanwhile; with HTTP bodies, nothing is paused. SGLang has no ``"wait"``.
         clear_cache: whether a pause clears the engine's caches. If not, tokens after a known prefix are computed from
             states of older weights.
         host: with ``"wsync"``: the address of this machine to which engines connect; None: the one from which each
@@ -53,7 +54,7 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         sync, timeout, send_transform: as in ``WeightSyncScheme``; ``connect`` waits for engines that are starting.
 
     Raises:
-        ValueError: no URL, a malformed or repeated one, an unknown ``pause`` or ``transfer``, a bad token.
+        ValueError: no URL, a malformed or repeated one, a bad token, arguments that are unknown or do not fit together.
     """
 
     name = "http"
@@ -65,6 +66,7 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         *,
         token: str | None = None,
         transfer: Literal["wsync", "disk"] | MakeTransfer | None = None,
+        engine: EngineKind = "vllm",
         pause: PauseMode | None = None,
         clear_cache: bool = True,
         host: str | None = None,
@@ -84,20 +86,24 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
             raise ValueError(f"transfer is 'wsync', 'disk', a function or None, not {transfer!r}")
         if (transfer == "disk") != (folder is not None):
             raise ValueError("transfer='disk' and folder= belong together: the folder that all engines see")
+        if engine not in ("vllm", "sglang") or (engine == "sglang" and (transfer != "disk" or pause == "wait")):
+            raise ValueError("engine is 'vllm' or 'sglang'; SGLang takes transfer='disk', and has no pause='wait'")
         require_valid_token(token)
         self.token = token
         self.transfer = transfer
+        self.engine: EngineKind = engine
         self.pause: PauseMode | None = pause if pause or transfer is None else "keep"
         self.clear_cache = clear_cache
         self.host, self.folder, self.model_folder = host, folder, model_folder
 
     def make_outlet(self, model_id: str, num_workers: int) -> Engines:
         scheme = weakref.proxy(self)  # a scheme that is dropped is closed
-        clients = [EngineClient(url, self.token) for url in self.urls]
+        clients = [EngineClient(url, self.token, self.engine) for url in self.urls]
         transfer = self.transfer or BodyTransfer
         if self.folder is not None:
             folder = os.path.join(self.folder, quote(model_id, safe=""))
-            transfer = partial(DiskTransfer, folders=VersionFolders(folder, self.model_folder))
+            folders = VersionFolders(folder, self.model_folder)
+            transfer = partial(DiskTransfer, folders=folders, clear_cache=self.clear_cache)
         elif isinstance(transfer, str):
             from wsync.engine.vllm import DataTransfer  # it uses another scheme
 

@@ -28,6 +28,7 @@ from wsync.weights.layout import Layout
 _URL = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+\])(:[1-9]\d{0,4})?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
 _ANSWER_BYTES = 1 << 20  # the largest part of an answer that is read
 _SHOWN = 2000  # characters of an answer that an error shows
+_GET = (protocol.HEALTH, protocol.WORLD_SIZE, protocol.MODEL_INFO)
 _IDLE_LIMIT = 2.0  # seconds: a connection without requests for longer is not used again (uvicorn closes it after 5)
 
 Kind = Literal["died", "late", "failed"]
@@ -79,7 +80,7 @@ class _Stream(io.RawIOBase):
 
 
 class EngineClient:
-    """Calls one engine: a vLLM server (with ``VLLM_SERVER_DEV_MODE=1``), or ``wsync.engine_app``.
+    """Calls one engine: a vLLM server (with ``VLLM_SERVER_DEV_MODE=1``), an SGLang server, or ``wsync.engine_app``.
 
     The methods of the phases are those of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines can use
     this client. All methods but ``give_up`` block, and are called outside the control thread. Weights go to no other
@@ -93,8 +94,9 @@ class EngineClient:
         own_host: the address from which the engine was called last.
     """
 
-    def __init__(self, url: str, token: str | None = None) -> None:
+    def __init__(self, url: str, token: str | None = None, kind: protocol.EngineKind = "vllm") -> None:
         self.url = checked_url(url)
+        self.kind: protocol.EngineKind = kind
         self.deadline: float | None = None
         self.version, self.phase, self.times = 0, "connect", (0.0, 0.0)
         self.own_host = "127.0.0.1"
@@ -166,10 +168,10 @@ class EngineClient:
         transfer: bool = False,
     ) -> Fields:
         """Make a request with fields (as JSON) or weights; return the fields of its answer. EngineError: it failed."""
-        health = route == protocol.HEALTH  # asked while another thread's request waits
+        health = phase == "health"  # asked while another thread's request waits
         if not health:
             self.phase = phase
-        method = "GET" if health or route == protocol.WORLD_SIZE else "POST"
+        method = "GET" if route in _GET else "POST"
         where = f"{self.url}: phase {phase} ({method} {route})"
         headers = self._headers
         if body is not None and not isinstance(body, memoryview):
@@ -207,6 +209,7 @@ class EngineClient:
             said = str((error.get("message") if isinstance(error, dict) else error) or said)  # vLLM's is an object
         if status != 200:
             hint = " (a vLLM server has this route with VLLM_SERVER_DEV_MODE=1)" if status == 404 else ""
+            hint = hint if self.kind == "vllm" else ""
             dead = status == 503 or "EngineDead" in said
             raise EngineError(f"{where}: answered {status}{hint}: {said}", "died" if dead else "failed", status)
         if found is None:

@@ -4,7 +4,7 @@
                                  config.json, …              copied from the model folder, if one is given
                                  probe/model.safetensors     without weights: an engine that reads it sees the folder
 
-A folder has its name when all of it is written. It is deleted when each engine was told a newer one.
+A folder has its name when all of it is written. It is deleted when each engine has a newer one.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ class VersionFolders:
         self._model_folder = None if model_folder is None else Path(model_folder).expanduser()
         self._shard_bytes = shard_bytes
         self._writer, self._newest = secrets.token_hex(4), 0
-        # By engine: the version that it was told last (0: of an earlier trainer), and the one that comes next.
-        self._read: dict[object, tuple[int, int]] = {}
+        self._read: dict[object, set[int]] = {}  # by engine: versions that it may read; 0: those of an earlier trainer
         self._lock = threading.Lock()  # guards these, and the folders
 
     def check(self, layout: Layout) -> None:
@@ -73,7 +72,7 @@ class VersionFolders:
     def write(self, engine: object, update: Update) -> Path:
         """Write a version for an engine, if that was not done; return its folder. WeightSyncError: that failed."""
         with self._lock:
-            self._read[engine] = self._read[engine][0], update.version
+            self._read[engine].add(update.version)
             folder = self._root / f"v{update.version:08d}-{self._writer}"
             if not folder.exists():
                 unfinished = folder.with_name(f"{folder.name}.unfinished")
@@ -111,14 +110,19 @@ class VersionFolders:
             if path.is_file() and not path.name.endswith(_WEIGHTS):
                 shutil.copyfile(path, folder / path.name)
 
-    def tell(self, engine: object, version: int) -> None:
-        """Note that an engine reads a version from now on, and none before; delete what no engine reads."""
+    def admit(self, engine: object) -> None:
+        """An engine reads a version of an earlier trainer, perhaps."""
         with self._lock:
-            if version and engine not in self._read:
+            self._read[engine] = {0}
+
+    def keep(self, engine: object, *versions: int) -> None:
+        """Note that an engine reads none but these from now on; delete what no engine reads."""
+        with self._lock:
+            if engine not in self._read:
                 return  # it was disconnected meanwhile
-            self._read[engine] = version, version
-            kept = {f"v{one:08d}-{self._writer}" for read in self._read.values() for one in (*read, self._newest)}
-            writer = self._writer if any(told == 0 for told, _ in self._read.values()) else "????????"
+            self._read[engine] = {*versions}
+            read = {self._newest}.union(*self._read.values())
+            kept, writer = {f"v{one:08d}-{self._writer}" for one in read}, self._writer if 0 in read else "????????"
             for path in self._root.glob(f"v*-{writer}*"):
                 if _OF_VERSION.fullmatch(path.name) and path.name not in kept:
                     try:
@@ -141,18 +145,21 @@ def _order(layout: Layout) -> Sequence[int]:
 
 
 class DiskTransfer(Transfer):
-    """The transfer ``"disk"`` to one vLLM server: its own ``reload_weights`` of a version's folder.
+    """The transfer ``"disk"`` to one server: its own load of a version's folder.
 
-    A reload that fails half-way leaves layers that wait for the rest, and would take it from the next version. So each
-    reload is preceded by one of a folder without weights, which ends what waits.
+    vLLM: a reload that fails half-way leaves layers that wait for the rest, and would take it from the next version. So
+    each reload is preceded by one of a folder without weights, which ends what waits. SGLang cannot load nothing.
     """
 
-    def __init__(self, client: EngineClient, source: VersionSource, folders: VersionFolders) -> None:
+    def __init__(
+        self, client: EngineClient, source: VersionSource, folders: VersionFolders, *, clear_cache: bool = True
+    ) -> None:
         self._client, self._source, self._folders = client, source, folders
         folders.check(source.layout)
-        self._ranks = client.get_world_size()
+        self._vllm, self._clear_cache = client.kind == "vllm", clear_cache
+        self._ranks = client.get_world_size() if self._vllm else 1
         self._refusal = ""
-        folders.tell(self, 0)
+        folders.admit(self)
 
     def stage(self) -> None:
         assert self._source.update is not None
@@ -161,15 +168,22 @@ class DiskTransfer(Transfer):
 
     def prepare(self) -> None:
         """Find out whether the engine sees the folder, by a load of nothing that touches no layer."""
-        self._reload("prepare", self._folder / "probe", is_checkpoint_format=False)
+        if self._vllm:
+            self._reload("prepare", self._folder / "probe", is_checkpoint_format=False)
 
     def commit(self) -> None:
-        client, began = self._client, time.perf_counter()
-        self._folders.tell(self, client.version)
-        self._reload("update", self._folder / "probe")
-        self._reload("update", self._folder)
-        client.post("finish", "/update_weight_version", {"new_version": str(client.version)})
+        client, began, version = self._client, time.perf_counter(), str(self._client.version)
+        if self._vllm:
+            self._reload("update", self._folder / "probe")
+            self._reload("update", self._folder)
+            client.post("finish", "/update_weight_version", {"new_version": version})
+        else:
+            load = {"model_path": str(self._folder), "weight_version": version, "flush_cache": self._clear_cache}
+            answer = client.post("update", "/update_weights_from_disk", load)
+            if answer.get("success") is not True:
+                raise EngineError(f"{client.url}: phase update: it was sent version {version}, and answered {answer}")
         client.times = 0.0, time.perf_counter() - began
+        self._folders.keep(self, client.version)
 
     def shutdown(self) -> None:
         self._folders.forget(self)

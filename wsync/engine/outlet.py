@@ -16,7 +16,7 @@ from wsync.control.loop import control_loop, run_blocking
 from wsync.control.session import checksum_of
 from wsync.deadlines import deadline_in, earlier, remaining
 from wsync.engine.client import EngineClient, EngineError, MakeTransfer, Transfer, VersionSource, as_transfer
-from wsync.engine.protocol import HEALTH, PAUSE, RESUME, WORLD_SIZE, PauseMode
+from wsync.engine.protocol import HEALTH, MODEL_INFO, WORLD_SIZE, PauseMode, pause_and_resume
 from wsync.errors import LayoutMismatch, as_text
 from wsync.update import Cause, Outlet, Stage, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
@@ -46,8 +46,10 @@ class Engine:
         self.present = False
         self.cause = ""
         self.latest: Update | None = None
-        self._make_transfer, self._pause = make_transfer, pause
-        self._pause_route = f"{PAUSE}?mode={pause}&clear_cache={str(clear_cache).lower()}"
+        self._make_transfer = make_transfer
+        self._around = None if pause is None else pause_and_resume(client.kind, pause, clear_cache)
+        vllm = client.kind == "vllm"
+        self._present, self._alive = (WORLD_SIZE, HEALTH) if vllm else (MODEL_INFO, MODEL_INFO)  # routes that tell
         self._delivering: asyncio.Task[None] | None = None
         self._outcome: asyncio.Future[Cause | None] | None = None  # of the newest version
         # Of the version that was submitted last: its outcome, why it is not prepared, and whether it is to be used.
@@ -62,7 +64,7 @@ class Engine:
         self.cause, said, pause = "", "", _SHORTEST
         while True:
             try:
-                await self._request("connect", WORLD_SIZE, earlier(deadline, deadline_in(_PROBE)))
+                await self._request("connect", self._present, deadline=earlier(deadline, deadline_in(_PROBE)))
                 said = ""
             except EngineError as error:
                 said = said if said and error.kind == "late" else str(error)
@@ -125,7 +127,7 @@ class Engine:
     async def lives(self) -> Cause | None:
         """Return why an engine that has prepared a version cannot use it any more: it is dead."""
         try:
-            await self._request("health", HEALTH, deadline_in(_PROBE))
+            await self._request("health", self._alive, deadline=deadline_in(_PROBE))
         except EngineError as error:
             if error.kind == "died":
                 self.disconnect(str(error))
@@ -218,15 +220,15 @@ class Engine:
             raise refusal
         return False
 
-    async def _request(self, phase: str, route: str, deadline: float | None) -> None:
-        await run_blocking("engine", partial(self.client.request, phase, route, deadline=deadline))
+    async def _request(self, phase: str, route: str, fields: Any = None, *, deadline: float | None) -> None:
+        await run_blocking("engine", partial(self.client.request, phase, route, fields, deadline=deadline))
 
     async def _blocking(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call what waits for the engine; EngineError: its ``/health``, on another connection, says that it is dead."""
         call = asyncio.ensure_future(run_blocking("engine", function, *args))
         while not (await asyncio.wait([call], timeout=_HEALTH_INTERVAL))[0]:
             try:
-                await self._request("health", HEALTH, deadline_in(_PROBE))
+                await self._request("health", self._alive, deadline=deadline_in(_PROBE))
             except EngineError as error:
                 if error.kind != "died":  # no answer yet, or there is no such route
                     continue
@@ -241,20 +243,21 @@ class Engine:
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
         """Pause generation while the block runs, if that is wanted. After an error, no update may be half done."""
-        if self._pause is None:
+        if self._around is None:
             yield
             return
+        pause, resume = self._around
         try:
-            await self._blocking(self.client.post, "pause", self._pause_route)
+            await self._blocking(self.client.post, "pause", *pause)
             yield
             if not self._begun:
-                await self._blocking(self.client.post, "resume", RESUME)
+                await self._blocking(self.client.post, "resume", *resume)
         except BaseException:
             phase = self.client.phase
             self._begun |= phase in _BEGUN
             if not self._begun:
                 with suppress(EngineError):  # the other error is the one to report
-                    await self._request("resume", RESUME, deadline_in(_RESUME_TIMEOUT))
+                    await self._request("resume", *resume, deadline=deadline_in(_RESUME_TIMEOUT))
             self.client.phase = phase
             raise
 

@@ -19,11 +19,16 @@ request                                fields of the body transfer: of JSON; of 
 it says where each tensor lies in the packed weights. Every answer is a JSON object. That of *finish* has the
 ``weight_version`` that the engine now has, and the seconds that this took: ``wait_seconds`` for the gate,
 ``apply_seconds``.
+
+SGLang has other routes, here those of 0.5.23: ``sglang/srt/entrypoints/http_server.py``, with the fields in
+``sglang/srt/managers/io_struct.py``. Its ``/health`` generates a token, which a pause would stop: ``/model_info`` is
+asked instead. If a scheduler dies, the server ends as well.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
 INIT = "/init_weight_transfer_engine"
 START = "/start_weight_update"
@@ -33,6 +38,7 @@ PAUSE = "/pause"
 RESUME = "/resume"
 WORLD_SIZE = "/get_world_size"
 HEALTH = "/health"
+MODEL_INFO = "/model_info"
 
 TRANSFER = "body"
 
@@ -40,6 +46,19 @@ PauseMode = Literal["abort", "wait", "keep"]
 """What happens to generations in flight. abort: end them. wait: let them finish. keep: suspend them, and continue them
 with the new weights. ``engine_app`` has no such routes."""
 PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
+
+EngineKind = Literal["vllm", "sglang"]
+"""Whose routes a server has; those of ``engine_app`` are vLLM's."""
+Around = tuple[str, Mapping[str, Any] | None]
+"""A request by its route and fields."""
+
+
+def pause_and_resume(kind: EngineKind, mode: PauseMode, clear_cache: bool) -> tuple[Around, Around]:
+    """Return the requests by which generation is suspended, and goes on."""
+    if kind == "sglang":  # it clears its caches while it loads, if no request holds a part of them
+        suspended = "retract" if clear_cache else "in_place"
+        return ("/pause_generation", {"mode": "abort" if mode == "abort" else suspended}), ("/continue_generation", {})
+    return (f"{PAUSE}?mode={mode}&clear_cache={str(clear_cache).lower()}", None), (RESUME, None)
 
 
 def require_valid_token(token: str | None) -> None:
