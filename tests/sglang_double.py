@@ -67,7 +67,8 @@ class SGLang:
 
     async def _models(self, _: Request) -> JSONResponse:
         adapters = [{"id": name, "root": path} for name, path in self.adapters.items()]
-        return JSONResponse({"object": "list", "data": [{"id": "tiny", "root": self.path}, *adapters]})
+        listed = {"object": "list", "data": [{"id": "tiny", "root": self.path}, *adapters]}
+        return JSONResponse(self.answers.get("/v1/models", listed))
 
     def _pause(self, fields: dict[str, Any]) -> Any:
         if fields["mode"] not in ("abort", "retract", "in_place"):
@@ -104,7 +105,6 @@ class SGLang:
         name, path = fields["lora_name"], Path(fields["lora_path"])
         if name in self.adapters or not (path / "adapter_config.json").is_file():
             return 400, {"success": False, "error_message": f"no new adapter: {name}", "loaded_adapters": self.adapters}
-        self.weights = load_file(path / "adapter_model.safetensors")
         self.adapters[name] = str(path)
         return 200, {"success": True, "error_message": None, "loaded_adapters": self.adapters}
 
@@ -139,3 +139,9 @@ def asked(state: WorkerState) -> list[tuple[str, Any]]:
     server = state.kept["sglang"]
     found, server.asked = server.asked, []
     return found
+
+
+def adapters(state: WorkerState) -> dict[str, dict[str, float]]:
+    """Return the value of each tensor, of each adapter whose folder is there."""
+    files = {name: Path(path) / "adapter_model.safetensors" for name, path in state.kept["sglang"].adapters.items()}
+    return {name: {key: float(one.unique()) for key, one in load_file(file).items()} for name, file in files.items()}

@@ -52,7 +52,7 @@ class Server(NamedTuple):
     def post(self, route: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
-        method = "GET" if route in ("/is_paused", "/get_world_size", "/weight_info") else "POST"
+        method = "GET" if route in ("/is_paused", "/get_world_size", "/weight_info", "/v1/models") else "POST"
         request = urllib.request.Request(self.url + route, data, headers, method=method)
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.loads(answer.read() or b"{}")
@@ -60,10 +60,12 @@ class Server(NamedTuple):
     def paused(self) -> bool:
         return self.post("/is_paused")["is_paused"]
 
-    def complete(self, prompt: Sequence[int], tokens: int, **options: Any) -> tuple[list[int], list[float], list[str]]:
+    def complete(
+        self, prompt: Sequence[int], tokens: int, model: str = "tiny", **options: Any
+    ) -> tuple[list[int], list[float], list[str]]:
         """Return the tokens that follow, their log-probabilities, and the names of the versions that vLLM gives."""
         sampling = {"max_tokens": tokens, "ignore_eos": True, "logprobs": 0, **options}
-        body = {"model": "tiny", "token_ids": prompt, "sampling_params": sampling}
+        body = {"model": model, "token_ids": prompt, "sampling_params": sampling}
         found = self.post("/inference/v1/generate", body)["choices"][0]
         spans = found["weight_versions"] or []
         names = [span["version"] for span in spans for _ in range(span["start"], span["end"])]

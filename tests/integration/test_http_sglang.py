@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sglang_double import asked, now, plant, start_sglang, stop_sglang
+import torch
+from sglang_double import adapters, asked, now, plant, start_sglang, stop_sglang
 
 import wsync
 from wsync.engine.disk import VersionFolders
@@ -96,3 +97,38 @@ def test_a_damaged_file_ends_the_engine_as_sglang_rolls_back_to_the_same_file(
         with pytest.raises(wsync.WorkerDied, match=rf"{urls[0]}: phase update"):
             scheme.send(fill(Small(), 2))
         workers[0].kill()
+
+
+def adapter(value: float) -> dict[str, torch.Tensor]:
+    """A model of 1,000 numbers and its adapter of 16, by the names of PEFT's modules."""
+    tensors = {"base_layer.weight": torch.zeros(1000), "lora_A.default.weight": torch.full((16,), value)}
+    return {f"base_model.model.layer.{name}": tensor for name, tensor in tensors.items()}
+
+
+def test_adapters_have_names_of_their_own_and_old_ones_are_unloaded(pool: WorkerPool, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    options = {"transfer": "lora", "engine": "sglang", "folder": tmp_path / "run", "model_folder": tmp_path}
+    names = set[str]()
+    with pool.group(1) as workers:
+        (url,) = workers.call(start_sglang)
+        for _ in range(2):  # the second trainer unloads what the first one has left
+            with wsync.HTTPWeightSyncScheme(url, timeout=30.0, **options) as scheme:
+
+                def is_loaded(*versions: int, scheme: Any = scheme) -> bool:
+                    name = "base_model.model.layer.lora_A.weight"
+                    return workers[0].call(adapters) == {scheme.adapter_name(one): {name: one} for one in versions}
+
+                scheme.init_on_sender("policy", weights=adapter(1))
+                scheme.connect()
+                for version in range(2, 5):
+                    report = scheme.send(adapter(version))
+                    assert report is not None and report.bytes < 200 and is_loaded(version - 1, version)
+                workers[0].call(plant, answers={"/v1/models": {"data": []}})
+                with pytest.raises(wsync.WorkerFailed, match=rf"{url}: phase prepare: it was sent policy-v00000005-"):
+                    scheme.send(adapter(5))
+                workers[0].call(plant, answers={})
+                wsync.synchronize({scheme: adapter(6)})
+                assert is_loaded(4, 6)
+                names.add(scheme.adapter_name(6))
+        assert len(names) == 2 and not any(route == "/pause_generation" for route, _ in workers[0].call(asked))
+        workers[0].call(stop_sglang)

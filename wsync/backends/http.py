@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Literal, NoReturn
 from urllib.parse import quote
 
 from wsync.engine.client import BodyTransfer, EngineClient, MakeTransfer, checked_url
-from wsync.engine.disk import DiskTransfer, VersionFolders
+from wsync.engine.disk import DiskTransfer, LoraTransfer, VersionFolders
 from wsync.engine.outlet import Engines
-from wsync.engine.protocol import PAUSE_MODES, EngineKind, PauseMode, require_valid_token
+from wsync.engine.protocol import MODELS, PAUSE_MODES, EngineKind, PauseMode, require_valid_token
 from wsync.receiver import Receiver
 from wsync.scheme import WeightSyncScheme
-from wsync.transforms import Transform
+from wsync.transforms import Rename, Select, Transform, compose
 from wsync.weights.source import DeviceMap, Source
 
 
@@ -37,9 +37,10 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         token: sent as a bearer token. It is readable on the way unless the URL is ``https``.
         transfer: None: HTTP bodies. ``"wsync"``: by a connection of wsync to each rank of a vLLM server that runs with
             ``--weight-transfer-config '{"backend": "wsync"}'``. ``"disk"``: each version is a folder in the Hugging
-            Face layout, which a vLLM or SGLang server loads. Or a function ``(EngineClient, VersionSource) → object``
-            with ``send_weights()``, or a ``wsync.engine.client.Transfer``.
-        engine: whose servers they are, which loads files: with ``"sglang"``, ``transfer="disk"``.
+            Face layout, which a vLLM or SGLang server loads. ``"lora"``: the adapter alone, which it loads under a name
+            of its own for each version, without a pause (see ``adapter_name``). Or a function ``(EngineClient,
+            VersionSource) → object`` with ``send_weights()``, or a ``wsync.engine.client.Transfer``.
+        engine: whose servers they are, which load files: with ``"sglang"``, ``transfer`` is ``"disk"`` or ``"lora"``.
         pause: what happens to generations in flight, around the last three phases: ``"abort"`` ends them, ``"wait"``
             waits for their end, ``"keep"`` has them go on with the new weights (mixed versions). None: ``"keep"``, as
             vLLM cannot generate meanwhile; with HTTP bodies, nothing is paused. SGLang has no ``"wait"``.
@@ -47,10 +48,12 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
             states of older weights.
         host: with ``"wsync"``: the address of this machine to which engines connect; None: the one from which each
             engine is called.
-        folder: with ``"disk"``: a folder of this trainer alone, which all engines see under the same path. Each model
-            has a folder of its own in it.
+        folder: with ``"disk"`` and ``"lora"``: a folder of this trainer alone, which all engines see under the same
+            path. Each model has a folder of its own in it.
         model_folder: with ``"disk"``: of a model of the same form. Its other files (config, tokenizer) are copied
-            beside each version, and names and shapes have to be those of its weights.
+            beside each version, and names and shapes have to be those of its weights. With ``"lora"``: of PEFT's
+            ``save_pretrained``, with ``adapter_config.json``.
+        max_staleness: with ``"lora"``: how many adapters before the newest stay loaded.
         sync, timeout, send_transform: as in ``WeightSyncScheme``; ``connect`` waits for engines that are starting.
 
     Raises:
@@ -65,36 +68,44 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         urls: str | Sequence[str],
         *,
         token: str | None = None,
-        transfer: Literal["wsync", "disk"] | MakeTransfer | None = None,
+        transfer: Literal["wsync", "disk", "lora"] | MakeTransfer | None = None,
         engine: EngineKind = "vllm",
         pause: PauseMode | None = None,
         clear_cache: bool = True,
         host: str | None = None,
         folder: str | os.PathLike[str] | None = None,
         model_folder: str | os.PathLike[str] | None = None,
+        max_staleness: int = 1,
         sync: bool = True,
         timeout: float | None = 60.0,
         send_transform: Transform | Sequence[Transform] | None = None,
     ) -> None:
+        if transfer == "lora":
+            given = compose(send_transform, "send_transform")
+            send_transform = [*(given.transforms if given else ()), Select("lora_*"), Rename(_name_in_file)]
         super().__init__("tensordict", sync, timeout=timeout, send_transform=send_transform)
         self.urls = [checked_url(url) for url in ([urls] if isinstance(urls, str) else urls)]
         if not self.urls or len(set(self.urls)) < len(self.urls):
             raise ValueError(f"urls has each engine once, and at least one: {self.urls}")
         if pause is not None and pause not in PAUSE_MODES:
             raise ValueError(f"pause is {', '.join(map(repr, PAUSE_MODES))} or None, not {pause!r}")
-        if not (transfer in (None, "wsync", "disk") or callable(transfer)):
-            raise ValueError(f"transfer is 'wsync', 'disk', a function or None, not {transfer!r}")
-        if (transfer == "disk") != (folder is not None):
-            raise ValueError("transfer='disk' and folder= belong together: the folder that all engines see")
-        if engine not in ("vllm", "sglang") or (engine == "sglang" and (transfer != "disk" or pause == "wait")):
-            raise ValueError("engine is 'vllm' or 'sglang'; SGLang takes transfer='disk', and has no pause='wait'")
+        files = transfer in ("disk", "lora")
+        if not (files or transfer in (None, "wsync") or callable(transfer)):
+            raise ValueError(f"transfer is 'wsync', 'disk', 'lora', a function or None, not {transfer!r}")
+        if files != (folder is not None):
+            raise ValueError("transfer='disk' or 'lora' and folder= belong together: the folder that all engines see")
+        if transfer == "lora" and (model_folder is None or max_staleness < 0):
+            raise ValueError("transfer='lora' needs model_folder=, with adapter_config.json, and max_staleness >= 0")
+        if engine not in ("vllm", "sglang") or (engine == "sglang" and (not files or pause == "wait")):
+            raise ValueError("engine is 'vllm' or 'sglang'; SGLang takes 'disk' or 'lora', and has no pause='wait'")
         require_valid_token(token)
         self.token = token
         self.transfer = transfer
         self.engine: EngineKind = engine
-        self.pause: PauseMode | None = pause if pause or transfer is None else "keep"
+        self.pause: PauseMode | None = pause if pause or transfer in (None, "lora") else "keep"
         self.clear_cache = clear_cache
-        self.host, self.folder, self.model_folder = host, folder, model_folder
+        self.host, self.folder, self.model_folder, self.max_staleness = host, folder, model_folder, max_staleness
+        self._run = ""  # of the folders' names
 
     def make_outlet(self, model_id: str, num_workers: int) -> Engines:
         scheme = weakref.proxy(self)  # a scheme that is dropped is closed
@@ -102,8 +113,14 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         transfer = self.transfer or BodyTransfer
         if self.folder is not None:
             folder = os.path.join(self.folder, quote(model_id, safe=""))
-            folders = VersionFolders(folder, self.model_folder)
+            lora = transfer == "lora"
+            folders = VersionFolders(folder, self.model_folder, "adapter_model" if lora else "model")
+            self._run = folders.run
             transfer = partial(DiskTransfer, folders=folders, clear_cache=self.clear_cache)
+            if lora:
+                transfer = partial(LoraTransfer, folders=folders, name=model_id, kept=self.max_staleness + 1)
+                for client in clients:
+                    client.presence = MODELS
         elif isinstance(transfer, str):
             from wsync.engine.vllm import DataTransfer  # it uses another scheme
 
@@ -113,6 +130,10 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
     def make_source(self, model_id: str, weights: object, device_map_fn: DeviceMap | None, **options: Any) -> Source:
         return super().make_source(model_id, weights, device_map_fn, persistent=True, **options)
 
+    def adapter_name(self, version: int) -> str:
+        """With ``transfer="lora"``: how engines call the adapter of a version: the ``model`` of requests."""
+        return f"{self.model_id}-v{version:08d}-{self._run}"
+
     def implied_worker_counts(self) -> Mapping[str, int]:
         return {"urls": len(self.urls)}
 
@@ -121,3 +142,8 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
 
     def make_connection(self, model_id: str, receiver: Receiver) -> NoReturn:
         raise RuntimeError("an engine over HTTP receives by wsync.engine_app(load=…), in the engine's process")
+
+
+def _name_in_file(name: str) -> str:
+    """Return how PEFT's files call a tensor of the adapter "default"."""
+    return name.replace(".default", "")

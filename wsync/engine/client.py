@@ -28,7 +28,7 @@ from wsync.weights.layout import Layout
 _URL = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+\])(:[1-9]\d{0,4})?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
 _ANSWER_BYTES = 1 << 20  # the largest part of an answer that is read
 _SHOWN = 2000  # characters of an answer that an error shows
-_GET = (protocol.HEALTH, protocol.WORLD_SIZE, protocol.MODEL_INFO)
+_GET = (protocol.HEALTH, protocol.WORLD_SIZE, protocol.MODEL_INFO, protocol.MODELS)
 _IDLE_LIMIT = 2.0  # seconds: a connection without requests for longer is not used again (uvicorn closes it after 5)
 
 Kind = Literal["died", "late", "failed"]
@@ -92,11 +92,15 @@ class EngineClient:
         phase: of the last request: ``"init"``, ``"start"``, ``"update"``, ``"finish"``, ``"pause"``, ….
         times: seconds that the engine has waited for its gate, and that the load took, as it said last.
         own_host: the address from which the engine was called last.
+        presence, health: routes that an engine answers when it serves, and as long as it lives.
     """
 
     def __init__(self, url: str, token: str | None = None, kind: protocol.EngineKind = "vllm") -> None:
         self.url = checked_url(url)
         self.kind: protocol.EngineKind = kind
+        self.presence, self.health = protocol.WORLD_SIZE, protocol.HEALTH
+        if kind == "sglang":
+            self.presence = self.health = protocol.MODEL_INFO
         self.deadline: float | None = None
         self.version, self.phase, self.times = 0, "connect", (0.0, 0.0)
         self.own_host = "127.0.0.1"

@@ -1,6 +1,6 @@
-"""Stock engines without a plugin: each version is a folder in the Hugging Face layout, which the engines load.
+"""Stock engines without a plugin: each version is a folder in the Hugging Face layout or PEFT's, which they load.
 
-    <folder>/v00000012-<trainer>/model.safetensors           or model-00001-of-00002.safetensors, …, and their index
+    <folder>/v00000012-<run>/model.safetensors               or model-00001-of-00002.safetensors, …, and their index
                                  config.json, …              copied from the model folder, if one is given
                                  probe/model.safetensors     without weights: an engine that reads it sees the folder
 
@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from wsync.engine.client import EngineClient, EngineError, Transfer, VersionSource
+from wsync.engine.protocol import MODELS
 from wsync.errors import LayoutMismatch, WeightSyncError
 from wsync.store.safetensors_file import header_of, tensors_of
 from wsync.update import Update
@@ -39,17 +40,22 @@ class VersionFolders:
     """The versions of one trainer as folders, each written once for all engines.
 
     ``root``: a folder of this model alone, which all engines see under the same path. ``model_folder``: of a model
-    with the same weights; its other files are copied beside each version. ``shard_bytes``: of tensors in one file.
+    with the same weights; its other files are copied beside each version. ``file``: how its files are named.
+    ``shard_bytes``: of tensors in one file.
     """
 
     def __init__(
-        self, root: str | os.PathLike[str], model_folder: str | os.PathLike[str] | None, shard_bytes: int = 5 << 30
+        self,
+        root: str | os.PathLike[str],
+        model_folder: str | os.PathLike[str] | None,
+        file: str = "model",
+        shard_bytes: int = 5 << 30,
     ) -> None:
         self._root = Path(os.path.abspath(os.path.expanduser(root)))
         self._model_folder = None if model_folder is None else Path(model_folder).expanduser()
-        self._shard_bytes = shard_bytes
-        self._writer, self._newest = secrets.token_hex(4), 0
-        self._read: dict[object, set[int]] = {}  # by engine: versions that it may read; 0: those of an earlier trainer
+        self._file, self._shard_bytes = file, shard_bytes
+        self.run, self._newest = secrets.token_hex(4), ""
+        self._read: dict[object, set[str]] = {}  # by engine: folders that it may read; "": those of an earlier trainer
         self._lock = threading.Lock()  # guards these, and the folders
 
     def check(self, layout: Layout) -> None:
@@ -72,8 +78,8 @@ class VersionFolders:
     def write(self, engine: object, update: Update) -> Path:
         """Write a version for an engine, if that was not done; return its folder. WeightSyncError: that failed."""
         with self._lock:
-            self._read[engine].add(update.version)
-            folder = self._root / f"v{update.version:08d}-{self._writer}"
+            folder = self._root / f"v{update.version:08d}-{self.run}"
+            self._read[engine].add(folder.name)
             if not folder.exists():
                 unfinished = folder.with_name(f"{folder.name}.unfinished")
                 try:
@@ -84,7 +90,7 @@ class VersionFolders:
                     shutil.rmtree(unfinished, ignore_errors=True)
                     what = f"version {update.version} cannot be written to {self._root}"
                     raise WeightSyncError(f"{what}: {error}") from error
-            self._newest = max(self._newest, update.version)
+            self._newest = max(self._newest, folder.name)
             return folder
 
     def _write_files(self, folder: Path, update: Update) -> None:
@@ -96,15 +102,15 @@ class VersionFolders:
                 room = self._shard_bytes
             shards[-1].append(index)
             room -= size
-        files = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-        for file, shard in zip(files if len(shards) > 1 else ["model.safetensors"], shards, strict=True):
+        files = [f"{self._file}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
+        for file, shard in zip(files if len(shards) > 1 else [f"{self._file}.safetensors"], shards, strict=True):
             with (folder / file).open("xb") as opened:
                 opened.writelines([header_of(layout, shard, _FORMAT), *tensors_of(update.buffer, shard)])
         if len(shards) > 1:
             where = {layout.names[index]: file for file, shard in zip(files, shards, strict=True) for index in shard}
             size = sum(nbytes for _, nbytes in layout.byte_ranges)
             content = {"metadata": {"total_size": size}, "weight_map": where}
-            (folder / "model.safetensors.index.json").write_bytes(msgspec.json.encode(content))
+            (folder / f"{self._file}.safetensors.index.json").write_bytes(msgspec.json.encode(content))
         (folder / "probe" / "model.safetensors").write_bytes(header_of(layout, [], _FORMAT))
         for path in () if self._model_folder is None else self._model_folder.iterdir():
             if path.is_file() and not path.name.endswith(_WEIGHTS):
@@ -113,17 +119,16 @@ class VersionFolders:
     def admit(self, engine: object) -> None:
         """An engine reads a version of an earlier trainer, perhaps."""
         with self._lock:
-            self._read[engine] = {0}
+            self._read[engine] = {""}
 
-    def keep(self, engine: object, *versions: int) -> None:
+    def keep(self, engine: object, *names: str) -> None:
         """Note that an engine reads none but these from now on; delete what no engine reads."""
         with self._lock:
             if engine not in self._read:
                 return  # it was disconnected meanwhile
-            self._read[engine] = {*versions}
-            read = {self._newest}.union(*self._read.values())
-            kept, writer = {f"v{one:08d}-{self._writer}" for one in read}, self._writer if 0 in read else "????????"
-            for path in self._root.glob(f"v*-{writer}*"):
+            self._read[engine] = {*names}
+            kept = {self._newest}.union(*self._read.values())
+            for path in self._root.glob(f"v*-{self.run if '' in kept else '????????'}*"):
                 if _OF_VERSION.fullmatch(path.name) and path.name not in kept:
                     try:
                         shutil.rmtree(path)
@@ -157,7 +162,6 @@ class DiskTransfer(Transfer):
         self._client, self._source, self._folders = client, source, folders
         folders.check(source.layout)
         self._vllm, self._clear_cache = client.kind == "vllm", clear_cache
-        self._ranks = client.get_world_size() if self._vllm else 1
         self._refusal = ""
         folders.admit(self)
 
@@ -183,7 +187,7 @@ class DiskTransfer(Transfer):
             if answer.get("success") is not True:
                 raise EngineError(f"{client.url}: phase update: it was sent version {version}, and answered {answer}")
         client.times = 0.0, time.perf_counter() - began
-        self._folders.keep(self, client.version)
+        self._folders.keep(self, self._folder.name)
 
     def shutdown(self) -> None:
         self._folders.forget(self)
@@ -196,7 +200,50 @@ class DiskTransfer(Transfer):
         try:
             self._client.post(phase, "/collective_rpc", call)
         except EngineError as error:
-            if error.status and self._ranks > 1:
+            if error.status and self._client.get_world_size() > 1:
                 self._refusal = str(error)
+            self._client.phase = phase
             hint = f" (does the engine see {folder}?)" if phase == "prepare" else ""
             raise EngineError(f"{error}{hint}", error.kind, error.status) from error
+
+
+class LoraTransfer(DiskTransfer):
+    """The transfer ``"lora"`` to one server: it loads each version as an adapter of its own, while it generates.
+
+    ``name``: what the adapters' names begin with. ``kept``: how many of the newest stay loaded.
+    """
+
+    def __init__(self, *args: Any, name: str, kept: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._prefix, self._kept = f"{name}-", kept
+        self._loaded: list[str] = []
+
+    def prepare(self) -> None:
+        """Load the adapter, which no request names yet."""
+        began, name = time.perf_counter(), self._prefix + self._folder.name
+        self._ask("prepare", "load", name, lora_path=str(self._folder))
+        models = [one["id"] for one in self._client.post("prepare", MODELS)["data"]]
+        start = len(self._prefix)
+        self._loaded = [one for one in models if one[:start] == self._prefix and _OF_VERSION.fullmatch(one[start:])]
+        if name not in self._loaded:
+            raise EngineError(f"{self._client.url}: phase prepare: it was sent {name}, and has {models}")
+        self._client.times = 0.0, time.perf_counter() - began
+
+    def commit(self) -> None:
+        """Unload adapters that are too old, and those of an earlier trainer."""
+        kept = sorted(name for name in self._loaded if name.endswith(self._folders.run))[-self._kept :]
+        for name in self._loaded:
+            if name not in kept:
+                self._ask("finish", "unload", name)
+        self._folders.keep(self, *(name.removeprefix(self._prefix) for name in kept))
+
+    def abort(self) -> None:
+        self._ask("abort", "unload", self._prefix + self._folder.name)
+
+    def _ask(self, phase: str, what: str, name: str, **fields: str) -> None:
+        route = f"{'/v1' if self._vllm else ''}/{what}_lora_adapter"
+        try:
+            self._client.post(phase, route, {"lora_name": name, **fields})
+        except EngineError as error:
+            if error.status != 200:  # vLLM answers with a sentence
+                raise

@@ -16,7 +16,7 @@ from wsync.control.loop import control_loop, run_blocking
 from wsync.control.session import checksum_of
 from wsync.deadlines import deadline_in, earlier, remaining
 from wsync.engine.client import EngineClient, EngineError, MakeTransfer, Transfer, VersionSource, as_transfer
-from wsync.engine.protocol import HEALTH, MODEL_INFO, WORLD_SIZE, PauseMode, pause_and_resume
+from wsync.engine.protocol import PauseMode, pause_and_resume
 from wsync.errors import LayoutMismatch, as_text
 from wsync.update import Cause, Outlet, Stage, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
@@ -48,8 +48,6 @@ class Engine:
         self.latest: Update | None = None
         self._make_transfer = make_transfer
         self._around = None if pause is None else pause_and_resume(client.kind, pause, clear_cache)
-        vllm = client.kind == "vllm"
-        self._present, self._alive = (WORLD_SIZE, HEALTH) if vllm else (MODEL_INFO, MODEL_INFO)  # routes that tell
         self._delivering: asyncio.Task[None] | None = None
         self._outcome: asyncio.Future[Cause | None] | None = None  # of the newest version
         # Of the version that was submitted last: its outcome, why it is not prepared, and whether it is to be used.
@@ -64,7 +62,7 @@ class Engine:
         self.cause, said, pause = "", "", _SHORTEST
         while True:
             try:
-                await self._request("connect", self._present, deadline=earlier(deadline, deadline_in(_PROBE)))
+                await self._request("connect", self.client.presence, deadline=earlier(deadline, deadline_in(_PROBE)))
                 said = ""
             except EngineError as error:
                 said = said if said and error.kind == "late" else str(error)
@@ -127,7 +125,7 @@ class Engine:
     async def lives(self) -> Cause | None:
         """Return why an engine that has prepared a version cannot use it any more: it is dead."""
         try:
-            await self._request("health", self._alive, deadline=deadline_in(_PROBE))
+            await self._request("health", self.client.health, deadline=deadline_in(_PROBE))
         except EngineError as error:
             if error.kind == "died":
                 self.disconnect(str(error))
@@ -228,7 +226,7 @@ class Engine:
         call = asyncio.ensure_future(run_blocking("engine", function, *args))
         while not (await asyncio.wait([call], timeout=_HEALTH_INTERVAL))[0]:
             try:
-                await self._request("health", self._alive, deadline=deadline_in(_PROBE))
+                await self._request("health", self.client.health, deadline=deadline_in(_PROBE))
             except EngineError as error:
                 if error.kind != "died":  # no answer yet, or there is no such route
                     continue

@@ -39,6 +39,7 @@ RESUME = "/resume"
 WORLD_SIZE = "/get_world_size"
 HEALTH = "/health"
 MODEL_INFO = "/model_info"
+MODELS = "/v1/models"
 
 TRANSFER = "body"
 
