@@ -28,9 +28,8 @@ def model_with(version: int) -> tuple[dict[str, torch.Tensor], Any]:
     for name in MATRICES:
         matrix = model.get_submodule(name).weight
         down, up = (torch.randn(shape, generator=chance) * 0.3 for shape in ((RANK, 128), (len(matrix), RANK)))
-        weights |= {
-            f"base_model.model.{name}.lora_{part}.default.weight": one for part, one in (("A", down), ("B", up))
-        }
+        for part, tensor in (("A", down), ("B", up)):
+            weights[f"base_model.model.{name}.lora_{part}.default.weight"] = tensor
         with torch.no_grad():
             matrix += up @ down * ALPHA / RANK
     return weights, model
@@ -60,7 +59,7 @@ def test_a_busy_engine_has_the_newest_adapters(server: Server, tmp_path: Path) -
     with wsync.HTTPWeightSyncScheme(server.url, **options) as scheme:
         scheme.init_on_sender("policy", weights=versions[1][0])
         scheme.connect()
-        newest, client = 1, threading.Thread(target=generate)
+        newest, loaded, client = 1, [], threading.Thread(target=generate)
         client.start()
         try:
             for version in range(2, 9):
@@ -74,8 +73,10 @@ def test_a_busy_engine_has_the_newest_adapters(server: Server, tmp_path: Path) -
         finally:
             stop.set()
             client.join()
-        with pytest.raises(wsync.WorkerFailed, match=rf"{server.url}: phase prepare .*answered 500"):
-            scheme.send({"base_model.model.model.layers.0.mlp.lora_A.weight": torch.ones(3)})
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "r": 64}))
+        with pytest.raises(wsync.WorkerFailed, match=rf"{server.url}: phase prepare .*answered 500.*rank 64"):
+            scheme.send(versions[2][0])
+        assert [one["id"] for one in server.post("/v1/models")["data"]] == loaded
     for version, (tokens, found, _) in answers:
         off = (log_probabilities(versions[version][1], PROMPT, tokens) - torch.tensor(found)).abs().max()
         assert off < 2e-3, f"tokens of version {version} are off by {off}"
