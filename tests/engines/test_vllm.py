@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -192,6 +193,38 @@ def test_a_load_that_fails_half_way_leaves_the_engine_paused_until_a_version_is_
         assert server.paused()
         scheme.send(make(63))
         assert not server.paused() and server.serves(make(63), PROMPT)
+
+
+def test_verify_names_what_differs(server: Server, tmp_path: Path) -> None:
+    attention = "model.layers.1.self_attn."
+    planted = {
+        "flip": ["model.norm.weight"],
+        "drop": ["model.layers.1.mlp.down_proj.weight"],
+        "swap": [f"{attention}k_proj.weight", f"{attention}q_proj.weight"],
+    }
+    with trainer(server, make(64)) as scheme:
+        for number, (what, expected) in enumerate(planted.items(), start=65):
+            scheme.send(make(number))
+            (row,) = scheme.verify(make(number))
+            assert row["verified"] == row["installed"]
+            server.post("/collective_rpc", {"method": "spoil", "args": [what]})
+            if what != "flip":
+                scheme.send(make(number + 10))
+            with pytest.raises(wsync.WorkerFailed, match=rf"{server.url}: phase verify") as caught:
+                scheme.verify(make(number + 10 * (what != "flip")))
+            assert sorted(re.findall(r"model\.[\w.]+weight", str(caught.value).partition("or none, of")[2])) == expected
+        scheme.send(make(99))
+        assert not server.paused() and server.serves(make(99), PROMPT)
+        began = time.perf_counter()
+        scheme.verify(make(99))
+        print(f"verify: {time.perf_counter() - began:.3f} s")
+        with pytest.raises(wsync.WorkerFailed, match=r"phase verify(?s:.*)or none, of.*more"):
+            scheme.verify(make(98))  # not what was sent
+    with (
+        trainer(server, make(97), transfer="disk", folder=tmp_path) as scheme,
+        pytest.raises(wsync.WorkerFailed, match="is not answered by engines that get weights like this"),
+    ):
+        scheme.verify(make(97))
 
 
 KILLED = """

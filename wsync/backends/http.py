@@ -54,6 +54,7 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
             beside each version, and names and shapes have to be those of its weights. With ``"lora"``: of PEFT's
             ``save_pretrained``, with ``adapter_config.json``.
         max_staleness: with ``"lora"``: how many adapters before the newest stay loaded.
+        receive_transform: what ``engine_app`` was given, which ``verify`` has to know.
         sync, timeout, send_transform: as in ``WeightSyncScheme``; ``connect`` waits for engines that are starting.
 
     Raises:
@@ -79,11 +80,14 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         sync: bool = True,
         timeout: float | None = 60.0,
         send_transform: Transform | Sequence[Transform] | None = None,
+        receive_transform: Transform | Sequence[Transform] | None = None,
     ) -> None:
         if transfer == "lora":
             given = compose(send_transform, "send_transform")
             send_transform = [*(given.transforms if given else ()), Select("lora_*"), Rename(_name_in_file)]
-        super().__init__("tensordict", sync, timeout=timeout, send_transform=send_transform)
+        super().__init__(
+            "tensordict", sync, timeout=timeout, send_transform=send_transform, receive_transform=receive_transform
+        )
         self.urls = [checked_url(url) for url in ([urls] if isinstance(urls, str) else urls)]
         if not self.urls or len(set(self.urls)) < len(self.urls):
             raise ValueError(f"urls has each engine once, and at least one: {self.urls}")
@@ -136,9 +140,6 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
 
     def implied_worker_counts(self) -> Mapping[str, int]:
         return {"urls": len(self.urls)}
-
-    def ledger(self) -> list[dict[str, Any]]:
-        return [{**row, "where": self.urls[row["worker"]]} for row in super().ledger()]
 
     def make_connection(self, model_id: str, receiver: Receiver) -> NoReturn:
         raise RuntimeError("an engine over HTTP receives by wsync.engine_app(load=…), in the engine's process")

@@ -321,6 +321,10 @@ class Transfer:
     def abort(self) -> None:
         """Have the engine go on with the version before, as if ``prepare`` had not been."""
 
+    def verify(self, digests: Mapping[str, int]) -> None:
+        """Have the engine compare what it has of the newest version with digests; EngineError: names what differs."""
+        raise EngineError("verify() is not answered by engines that get weights like this")
+
     def shutdown(self) -> None:
         """End the transfer."""
 
@@ -360,3 +364,6 @@ class BodyTransfer(Transfer):
 
     def commit(self) -> None:
         self._client.finish_weight_update(**self._session)
+
+    def verify(self, digests: Mapping[str, int]) -> None:
+        self._client.post("verify", protocol.VERIFY, {**self._session, "digests": digests})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -107,7 +107,7 @@ class Engine:
             is_old = decision.done() and update is not self.latest  # another is newer, or it is aborted
             if outcome.done() or is_old:  # done: the engine was disconnected
                 return
-            cause = await self.attempt(update.buffer.layout, update, deadline, vote, decision)
+            cause = await self.attempt(deadline, self._send(update.buffer.layout, update, vote, decision))
             if not outcome.done() and cause is not None and cause.kind == "died":
                 self.disconnect(cause.text)
             _settle([outcome, vote], cause)
@@ -155,18 +155,13 @@ class Engine:
 
     # --- one attempt ---
 
-    async def attempt(
-        self, layout: Layout, update: Update | None, deadline: float | None, *states: asyncio.Future[Any]
-    ) -> Cause | None:
-        """Send a version (None: only init, for a new layout); return why that has failed.
-
-        ``states``: why it is not prepared, to be set; and whether it is to be used.
-        """
+    async def attempt(self, deadline: float | None, requests: Awaitable[None]) -> Cause | None:
+        """Make requests that belong together; return why that has failed."""
         client = self.client
         client.deadline = deadline
         client.phase = "connect"
         try:
-            await self._send(layout, update, *states)
+            await requests
             return None
         except EngineError as error:
             kind, text = error.kind, str(error)
@@ -176,7 +171,27 @@ class Engine:
             text += "\nThe engine stays paused until it has a whole version: send again"
         return Cause(kind, text)
 
+    async def initialise(self, layout: Layout, deadline: float | None) -> Cause | None:
+        """Prepare for a new layout; return why that has failed."""
+        return await self.attempt(deadline, self._send(layout, None))
+
+    async def verify(self, digests: Mapping[str, int], deadline: float | None) -> Cause | None:
+        """Have the engine compare what it has with digests; return what differs, or why it does not answer."""
+        async with self._turn:
+            return await self.attempt(deadline, self._verify(digests))
+
+    async def _verify(self, digests: Mapping[str, int]) -> None:
+        if self._transfer is None:
+            raise EngineError(f"{self.client.url}: it has no version: {self.cause}")
+        self.client.phase, (_, source, transfer) = "verify", self._transfer
+        source.update = self.latest
+        try:
+            await self._blocking(transfer.verify, digests)
+        finally:
+            source.update = None
+
     async def _send(self, layout: Layout, update: Update | None, *states: asyncio.Future[Any]) -> None:
+        """Send a version; None: only init. ``states``: why it is not prepared, to be set; and whether to use it."""
         if self._transfer is None or self._transfer[0] != layout:
             self._end_transfer()
             self.client.phase = "init"
@@ -328,7 +343,11 @@ class Engines(Outlet):
         self._layout = layout
 
     def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
-        return self._loop.call(self._each(self.workers, lambda engine: engine.attempt(layout, None, deadline)))
+        return self._loop.call(self._each(self.workers, lambda engine: engine.initialise(layout, deadline)))
+
+    def verify(self, digests: Mapping[int, dict[str, int]], deadline: float | None) -> Mapping[int, Cause]:
+        by_engine = {self._engines[worker]: own for worker, own in digests.items()}
+        return self._loop.call(self._each([*digests], lambda engine: engine.verify(by_engine[engine], deadline)))
 
     def reserve(self, deadline: float | None) -> Buffer:
         assert self._layout is not None, "set_layout() comes first"
@@ -364,9 +383,9 @@ class Engines(Outlet):
         return {worker: cause for worker, cause in zip(workers, causes, strict=True) if cause is not None}
 
     def seen(self, worker: int, version: int) -> dict[str, Any]:
-        latest = self._engines[worker].latest
+        latest, where = self._engines[worker].latest, self._engines[worker].client.url
         sent = {} if latest is None else {"sent": latest.version, "sent_at": latest.at}
-        return {**super().seen(worker, sent.get("sent", version)), **sent}
+        return {**super().seen(worker, sent.get("sent", version)), "where": where, **sent}
 
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
         times = (self._engines[worker].client.times for worker in workers)

@@ -12,6 +12,7 @@ request                                fields of the body transfer: of JSON; of 
 ``POST /start_weight_update``          ``session``
 ``POST /update_weights``               ``session``, ``checksum`` (of all bytes, hexadecimal)
 ``POST /finish_weight_update``         ``session``, ``weight_version``
+``POST /verify_weights``               ``session``, ``digests`` (``digest_of`` each tensor, by name)
 ``POST /pause?mode=…``, ``/resume``    none
 =====================================  ===============================================================================
 
@@ -34,6 +35,7 @@ INIT = "/init_weight_transfer_engine"
 START = "/start_weight_update"
 UPDATE = "/update_weights"
 FINISH = "/finish_weight_update"
+VERIFY = "/verify_weights"
 PAUSE = "/pause"
 RESUME = "/resume"
 WORLD_SIZE = "/get_world_size"

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import base64
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+
+from torch import Tensor
 
 import wsync
 from wsync.deadlines import deadline_in, remaining
 from wsync.engine import protocol
 from wsync.engine.client import EngineClient, EngineError, Transfer, VersionSource
+from wsync.gate import process_gate
 
 MODEL = "engine"  # the name by which both ends know the model
 
@@ -50,6 +54,12 @@ class DataScheme(wsync.WeightSyncScheme):
         """On the receiver: have the newest version arrive, and be verified; ``pull`` installs it. Return its number."""
         assert self._receiver is not None, "init_on_receiver() comes first"
         return self._receiver.fetch(deadline_in(timeout))
+
+    def fetched(self) -> Mapping[str, Tensor]:
+        """On the receiver: return the weights of the version that ``fetch`` has had arrive."""
+        assert self._receiver is not None
+        update = process_gate().call_without_forward(self._receiver.inbox.poll)[-1]
+        return dict(zip(update.buffer.layout.names, update.views, strict=True))
 
 
 class DataTransfer(Transfer):
@@ -107,6 +117,13 @@ class DataTransfer(Transfer):
         self._update(load=True)
         self._client.finish_weight_update()
         self._client.times = 0.0, time.perf_counter() - began
+        self._known = True
+
+    def verify(self, digests: Mapping[str, int]) -> None:
+        """Have every rank fetch the version again, and look whether loading it would change anything."""
+        self.stage()
+        info = {"verify": digests, "version": self._version, "timeout": self._time_left()}
+        self._client.post("verify", protocol.INIT, {"init_info": info})
         self._known = True
 
     def _update(self, *, load: bool) -> None:
