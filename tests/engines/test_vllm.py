@@ -21,6 +21,7 @@ from asgi_server import serve
 from stock_vllm import VOCABULARY, Server, log_probabilities, make, trainer
 
 import wsync
+from examples.probe_engine import probe
 from wsync.engine.client import EngineClient, EngineError
 from wsync.engine.disk import VersionFolders
 from wsync.engine.protocol import FINISH, START
@@ -206,12 +207,14 @@ def test_verify_names_what_differs(server: Server, tmp_path: Path) -> None:
         for number, (what, expected) in enumerate(planted.items(), start=65):
             scheme.send(make(number))
             (row,) = scheme.verify(make(number))
-            assert row["verified"] == row["installed"]
+            assert row["verified"] == row["installed"] and probe(server.url, "tiny", make(number)) < 2e-3
             server.post("/collective_rpc", {"method": "spoil", "args": [what]})
             if what != "flip":
                 scheme.send(make(number + 10))
+            sent = make(number + 10 * (what != "flip"))
             with pytest.raises(wsync.WorkerFailed, match=rf"{server.url}: phase verify") as caught:
-                scheme.verify(make(number + 10 * (what != "flip")))
+                scheme.verify(sent)
+            assert what == "flip" or probe(server.url, "tiny", sent) > 0.1
             assert sorted(re.findall(r"model\.[\w.]+weight", str(caught.value).partition("or none, of")[2])) == expected
         scheme.send(make(99))
         assert not server.paused() and server.serves(make(99), PROMPT)
@@ -248,25 +251,36 @@ def test_the_next_trainer_takes_over_from_one_that_was_killed(server: Server, ph
         assert server.serves(make(74), PROMPT)
 
 
-def test_an_engine_that_stops_during_an_update_is_named_and_the_next_version_repairs_it(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("transfer", "phase", "number"),
+    [
+        *(("wsync", phase, 0) for phase in ("pause", "start", "update", "finish", "resume")),
+        ("wsync", "update", 1),
+        *(("disk", phase, 0) for phase in ("prepare", "update", "finish")),
+        ("disk", "update", 1),
+    ],
+)
+def test_an_engine_that_stops_is_named_and_the_next_version_repairs_it(
+    server: Server, transfer: str, phase: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual, core = EngineClient.update_weights, server.core()
+    usual, core, asked = EngineClient.post, server.core(), list[str]()
 
-    def update(client: EngineClient, info: Any) -> None:
-        os.kill(core, signal.SIGSTOP)
-        usual(client, info)
+    def post(client: EngineClient, now: str, *args: Any) -> Any:
+        asked.append(now)
+        if now == phase and asked.count(now) > number:
+            os.kill(core, signal.SIGSTOP)
+        return usual(client, now, *args)
 
-    with trainer(server, make(91)) as scheme, monkeypatch.context() as patch:
-        patch.setattr(EngineClient, "update_weights", update)
+    with trainer(server, make(91), **by(transfer, tmp_path)) as scheme, monkeypatch.context() as patch:
+        patch.setattr(EngineClient, "post", post)
         scheme.timeout = 3.0
         try:
-            with pytest.raises(wsync.SyncTimeout, match=rf"{server.url}: phase update.*no answer before the deadline"):
+            with pytest.raises(wsync.SyncTimeout, match=rf"{server.url}: phase {phase}.*no answer before the deadline"):
                 scheme.send(make(92))
         finally:
             os.kill(core, signal.SIGCONT)
         patch.undo()
-        assert server.paused()
+        assert server.paused() or phase not in ("start", "update", "finish")
         scheme.timeout = 300.0
         scheme.send(make(93))
         assert not server.paused() and server.serves(make(93), PROMPT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -84,7 +85,8 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
     ) -> None:
         if transfer == "lora":
             given = compose(send_transform, "send_transform")
-            send_transform = [*(given.transforms if given else ()), Select("lora_*"), Rename(_name_in_file)]
+            names = Rename(partial(re.sub, r"\.default\b", ""))  # as in PEFT's files
+            send_transform = [*(given.transforms if given else ()), Select("lora_*"), names]
         super().__init__(
             "tensordict", sync, timeout=timeout, send_transform=send_transform, receive_transform=receive_transform
         )
@@ -103,11 +105,9 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         if engine not in ("vllm", "sglang") or (engine == "sglang" and (not files or pause == "wait")):
             raise ValueError("engine is 'vllm' or 'sglang'; SGLang takes 'disk' or 'lora', and has no pause='wait'")
         require_valid_token(token)
-        self.token = token
-        self.transfer = transfer
+        self.token, self.transfer, self.clear_cache = token, transfer, clear_cache
         self.engine: EngineKind = engine
         self.pause: PauseMode | None = pause if pause or transfer in (None, "lora") else "keep"
-        self.clear_cache = clear_cache
         self.host, self.folder, self.model_folder, self.max_staleness = host, folder, model_folder, max_staleness
         self._run = ""  # of the folders' names
 
@@ -117,11 +117,11 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
         transfer = self.transfer or BodyTransfer
         if self.folder is not None:
             folder = os.path.join(self.folder, quote(model_id, safe=""))
-            lora = transfer == "lora"
-            folders = VersionFolders(folder, self.model_folder, "adapter_model" if lora else "model")
+            folders = VersionFolders(folder, self.model_folder, "adapter_model" if transfer == "lora" else "model")
             self._run = folders.run
-            transfer = partial(DiskTransfer, folders=folders, clear_cache=self.clear_cache)
-            if lora:
+            if transfer == "disk":
+                transfer = partial(DiskTransfer, folders=folders, clear_cache=self.clear_cache)
+            else:
                 transfer = partial(LoraTransfer, folders=folders, name=model_id, kept=self.max_staleness + 1)
                 for client in clients:
                     client.presence = MODELS
@@ -143,8 +143,3 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
 
     def make_connection(self, model_id: str, receiver: Receiver) -> NoReturn:
         raise RuntimeError("an engine over HTTP receives by wsync.engine_app(load=…), in the engine's process")
-
-
-def _name_in_file(name: str) -> str:
-    """Return how PEFT's files call a tensor of the adapter "default"."""
-    return name.replace(".default", "")

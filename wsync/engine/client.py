@@ -212,8 +212,8 @@ class EngineClient:
             error = found.get("error")
             said = str((error.get("message") if isinstance(error, dict) else error) or said)  # vLLM's is an object
         if status != 200:
-            hint = " (a vLLM server has this route with VLLM_SERVER_DEV_MODE=1)" if status == 404 else ""
-            hint = hint if self.kind == "vllm" else ""
+            missing = status == 404 and self.kind == "vllm"
+            hint = " (a vLLM server has this route with VLLM_SERVER_DEV_MODE=1)" if missing else ""
             dead = status == 503 or "EngineDead" in said
             raise EngineError(f"{where}: answered {status}{hint}: {said}", "died" if dead else "failed", status)
         if found is None:
@@ -301,13 +301,9 @@ class VersionSource:
 
 
 class Transfer:
-    """How versions travel to one engine: steps, each called in a thread of its own. Those that are needed are defined.
+    """How versions travel to one engine: steps, each called in a thread of its own. A subclass has those it needs."""
 
-    Attributes:
-        prepares: whether the engine can have a version and use the one before, so that several switch together.
-    """
-
-    prepares = True
+    prepares = True  # whether the engine can have a version and use the one before, so that several switch together
 
     def stage(self) -> None:
         """Do what needs no engine, before generation is paused."""

@@ -16,7 +16,6 @@ import secrets
 import shutil
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +59,7 @@ class VersionFolders:
 
     def check(self, layout: Layout) -> None:
         """LayoutMismatch: these are not the weights of the model folder, or no weights of a safetensors file."""
-        header_of(layout, _order(layout))
+        header_of(layout, range(len(layout.names)))
         if self._model_folder is None:
             return
         expected = dict[str, Any]()
@@ -95,7 +94,9 @@ class VersionFolders:
 
     def _write_files(self, folder: Path, update: Update) -> None:
         layout, shards, room = update.buffer.layout, list[list[int]](), 0
-        for index in _order(layout):
+        # The widest numbers first: each place is aligned. Tied ones, too: on a CPU vLLM's head has a packed copy, which
+        # is made anew only if it is loaded itself.
+        for index in sorted(range(len(layout.names)), key=lambda index: -layout.dtypes[index].itemsize):
             size = layout.byte_ranges[index][1]
             if not shards or size > room:
                 shards.append([])
@@ -139,14 +140,6 @@ class VersionFolders:
         """An engine reads no more."""
         with self._lock:
             self._read.pop(engine, None)
-
-
-def _order(layout: Layout) -> Sequence[int]:
-    """Return all entries, the widest numbers first, so that each place is aligned.
-
-    Tied ones are written, too: on a CPU, vLLM's head has a packed copy, which is made anew only if it is loaded itself.
-    """
-    return sorted(range(len(layout.names)), key=lambda index: -layout.dtypes[index].itemsize)
 
 
 class DiskTransfer(Transfer):
@@ -216,15 +209,13 @@ class LoraTransfer(DiskTransfer):
     def __init__(self, *args: Any, name: str, kept: int, **options: Any) -> None:
         super().__init__(*args, **options)
         self._prefix, self._kept = f"{name}-", kept
-        self._loaded: list[str] = []
 
     def prepare(self) -> None:
         """Load the adapter, which no request names yet."""
         began, name = time.perf_counter(), self._prefix + self._folder.name
         self._ask("prepare", "load", name, lora_path=str(self._folder))
         models = [one["id"] for one in self._client.post("prepare", MODELS)["data"]]
-        start = len(self._prefix)
-        self._loaded = [one for one in models if one[:start] == self._prefix and _OF_VERSION.fullmatch(one[start:])]
+        self._loaded = [one for one in models if _OF_VERSION.fullmatch(one.removeprefix(self._prefix))]
         if name not in self._loaded:
             raise EngineError(f"{self._client.url}: phase prepare: it was sent {name}, and has {models}")
         self._client.times = 0.0, time.perf_counter() - began

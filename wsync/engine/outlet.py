@@ -107,7 +107,7 @@ class Engine:
             is_old = decision.done() and update is not self.latest  # another is newer, or it is aborted
             if outcome.done() or is_old:  # done: the engine was disconnected
                 return
-            cause = await self.attempt(deadline, self._send(update.buffer.layout, update, vote, decision))
+            cause = await self.attempt(deadline, self.send(update.buffer.layout, update, vote, decision))
             if not outcome.done() and cause is not None and cause.kind == "died":
                 self.disconnect(cause.text)
             _settle([outcome, vote], cause)
@@ -155,11 +155,10 @@ class Engine:
 
     # --- one attempt ---
 
-    async def attempt(self, deadline: float | None, requests: Awaitable[None]) -> Cause | None:
+    async def attempt(self, deadline: float | None, requests: Awaitable[None], phase: str = "connect") -> Cause | None:
         """Make requests that belong together; return why that has failed."""
         client = self.client
-        client.deadline = deadline
-        client.phase = "connect"
+        client.deadline, client.phase = deadline, phase
         try:
             await requests
             return None
@@ -171,26 +170,19 @@ class Engine:
             text += "\nThe engine stays paused until it has a whole version: send again"
         return Cause(kind, text)
 
-    async def initialise(self, layout: Layout, deadline: float | None) -> Cause | None:
-        """Prepare for a new layout; return why that has failed."""
-        return await self.attempt(deadline, self._send(layout, None))
-
     async def verify(self, digests: Mapping[str, int], deadline: float | None) -> Cause | None:
         """Have the engine compare what it has with digests; return what differs, or why it does not answer."""
         async with self._turn:
-            return await self.attempt(deadline, self._verify(digests))
+            if self._transfer is None:
+                return Cause("died", self.cause)
+            _, source, transfer = self._transfer
+            source.update = self.latest
+            try:
+                return await self.attempt(deadline, self._blocking(transfer.verify, digests), "verify")
+            finally:
+                source.update = None
 
-    async def _verify(self, digests: Mapping[str, int]) -> None:
-        if self._transfer is None:
-            raise EngineError(f"{self.client.url}: it has no version: {self.cause}")
-        self.client.phase, (_, source, transfer) = "verify", self._transfer
-        source.update = self.latest
-        try:
-            await self._blocking(transfer.verify, digests)
-        finally:
-            source.update = None
-
-    async def _send(self, layout: Layout, update: Update | None, *states: asyncio.Future[Any]) -> None:
+    async def send(self, layout: Layout, update: Update | None, *states: asyncio.Future[Any]) -> None:
         """Send a version; None: only init. ``states``: why it is not prepared, to be set; and whether to use it."""
         if self._transfer is None or self._transfer[0] != layout:
             self._end_transfer()
@@ -343,7 +335,8 @@ class Engines(Outlet):
         self._layout = layout
 
     def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
-        return self._loop.call(self._each(self.workers, lambda engine: engine.initialise(layout, deadline)))
+        causes = self._each(self.workers, lambda engine: engine.attempt(deadline, engine.send(layout, None)))
+        return self._loop.call(causes)
 
     def verify(self, digests: Mapping[int, dict[str, int]], deadline: float | None) -> Mapping[int, Cause]:
         by_engine = {self._engines[worker]: own for worker, own in digests.items()}

@@ -28,8 +28,7 @@ asked instead. If a scheduler dies, the server ends as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 INIT = "/init_weight_transfer_engine"
 START = "/start_weight_update"
@@ -52,16 +51,15 @@ PAUSE_MODES: tuple[PauseMode, ...] = get_args(PauseMode)
 
 EngineKind = Literal["vllm", "sglang"]
 """Whose routes a server has; those of ``engine_app`` are vLLM's."""
-Around = tuple[str, Mapping[str, Any] | None]
-"""A request by its route and fields."""
 
 
-def pause_and_resume(kind: EngineKind, mode: PauseMode, clear_cache: bool) -> tuple[Around, Around]:
-    """Return the requests by which generation is suspended, and goes on."""
+def pause_and_resume(kind: EngineKind, mode: PauseMode, clear_cache: bool) -> list[tuple[str, dict[str, str] | None]]:
+    """Return the requests by which generation is suspended, and goes on: routes and fields."""
     if kind == "sglang":  # it clears its caches while it loads, if no request holds a part of them
         suspended = "retract" if clear_cache else "in_place"
-        return ("/pause_generation", {"mode": "abort" if mode == "abort" else suspended}), ("/continue_generation", {})
-    return (f"{PAUSE}?mode={mode}&clear_cache={str(clear_cache).lower()}", None), (RESUME, None)
+        mode_there = "abort" if mode == "abort" else suspended
+        return [("/pause_generation", {"mode": mode_there}), ("/continue_generation", {})]
+    return [(f"{PAUSE}?mode={mode}&clear_cache={str(clear_cache).lower()}", None), (RESUME, None)]
 
 
 def require_valid_token(token: str | None) -> None:

@@ -88,8 +88,8 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if init_info.verify is not None:
             return self._verify(init_info.verify, init_info)
         self.shutdown()
-        error, parallel = None, self.parallel_config
-        try:
+        parallel = self.parallel_config
+        with self._together(self.shutdown):
             if self._active:  # vLLM would say so at start, in the first rank: see _raise
                 raise RuntimeError("a weight update is already active")
             with set_current_vllm_config(self.vllm_config):
@@ -99,11 +99,6 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._scheme._address = Address.load(init_info.address)
             self._scheme.init_on_receiver(MODEL, load=self._load, worker_idx=rank)
             self._scheme.connect()
-        except Exception as raised:  # noqa: BLE001  the last rank raises it again
-            error = raised
-        if errors := self._agree(error):
-            self.shutdown()
-            self._raise(errors, error)
 
     def start_weight_update(self) -> None:
         if self._scheme is None:
@@ -117,19 +112,14 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        scheme, version, error = self._scheme, update_info.version, None
-        try:
+        scheme, version = self._scheme, update_info.version
+        with self._together(self._abandon):
             if scheme is None or (update_info.load and self._fetched != version):
                 raise RuntimeError(f"version {version} was not fetched before")
             found = (scheme.pull if update_info.load else scheme.fetch)(update_info.timeout)
             if found != version:
                 raise RuntimeError(f"version {found} came, and {version} was announced")
-        except Exception as raised:  # noqa: BLE001  the last rank raises it again
-            error = raised
-        if errors := self._agree(error):
-            self._restore()
-            self._raise(errors, error)
-        self._fetched, self._loaded = version * (not errors), update_info.load and not errors
+            self._fetched, self._loaded = version, update_info.load
 
     def finish_weight_update(self) -> None:
         self._active = False
@@ -149,6 +139,23 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._unusable = True  # until all of it is loaded, in all ranks
         # vLLM keeps the tensors until a layer is complete, and these are valid during the call only.
         self.model.load_weights((name, tensor.to(self.device, copy=True)) for name, tensor in pairs)
+
+    def _abandon(self) -> None:
+        self._fetched, self._loaded = 0, False
+        self._restore()
+
+    @contextmanager
+    def _together(self, undo: Callable[[], object] | None = None) -> Iterator[None]:
+        """What one rank raises in the block, has ``undo`` called in all of them."""
+        error = None
+        try:
+            yield
+        except Exception as raised:  # noqa: BLE001  the last rank raises it again
+            error = raised
+        if errors := self._agree(error):
+            if undo is not None:
+                undo()
+            self._raise(errors, error)
 
     def _agree(self, error: Exception | None) -> str:
         """Return the errors of all ranks, when each has called this; empty if there is none."""
@@ -223,22 +230,18 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _verify(self, digests: dict[str, int], info: InitInfo) -> None:
         """Compare what is installed with the version that comes again; LayoutMismatch: names what differs."""
-        scheme, error = self._scheme, None
-        try:
+        scheme = self._scheme
+        with self._together():
             if scheme is None or self._active or self._unusable:
                 raise RuntimeError("no version is loaded")
-            if scheme.fetch(info.timeout) != info.version:
-                raise RuntimeError(f"version {info.version} was announced, and another one came")
+            if (found := scheme.fetch(info.timeout)) != info.version:
+                raise RuntimeError(f"version {found} came, and {info.version} was announced")
             weights = scheme.fetched()
             wrong = [name for name, one in digests.items() if name not in weights or digest_of(weights[name]) != one]
             with set_current_vllm_config(self.vllm_config), torch.no_grad():
                 wrong = wrong or self._differing(weights)
             if wrong:
                 raise LayoutMismatch(f"it has other values, or none, of {describe(wrong)}")
-        except Exception as raised:  # noqa: BLE001  the last rank raises it again
-            error = raised
-        if errors := self._agree(error):
-            self._raise(errors, error)
 
     def _differing(self, weights: Mapping[str, Tensor]) -> list[str]:
         """Return names of weights that, if they were loaded, would change a copy of what is installed."""
