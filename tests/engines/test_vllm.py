@@ -68,6 +68,8 @@ def test_each_token_of_a_busy_engine_is_of_one_version(
                 sent = version
                 if version % 5 == 0:
                     assert server.serves(versions[version], PROMPT)
+                    if transfer == "wsync":
+                        scheme.verify(versions[version])
         finally:
             stop.set()
             for client in clients:
@@ -232,20 +234,32 @@ def test_verify_names_what_differs(server: Server, tmp_path: Path) -> None:
 
 KILLED = """
 import os, sys
+from pathlib import Path
 from stock_vllm import Server, make, trainer
+from test_vllm import by
 from wsync.engine.client import EngineClient
-with trainer(Server(sys.argv[1], 0), make(71)) as scheme:
-    setattr(EngineClient, sys.argv[2], lambda *_, **__: os.kill(os.getpid(), 9))
+_, url, transfer, phase, folder = sys.argv
+usual = EngineClient.post
+def post(client, now, *args):
+    return os.kill(os.getpid(), 9) if now == phase else usual(client, now, *args)
+with trainer(Server(url, 0), make(71), **by(transfer, Path(folder))) as scheme:
+    EngineClient.post = post
     scheme.send(make(72))
 """
 
 
-@pytest.mark.parametrize("phase", ["start_weight_update", "update_weights", "finish_weight_update"])
-def test_the_next_trainer_takes_over_from_one_that_was_killed(server: Server, phase: str) -> None:
-    command = [sys.executable, "-c", KILLED, server.url, phase]
-    assert subprocess.run(command, cwd=Path(__file__).parent, timeout=120).returncode == -signal.SIGKILL
-    assert server.paused()
-    with trainer(server, make(73)) as scheme:
+@pytest.mark.parametrize("phase", ["start", "update", "finish"])
+@pytest.mark.parametrize("transfer", ["wsync", "disk"])
+def test_the_next_trainer_takes_over_from_one_that_was_killed(
+    server: Server, transfer: str, phase: str, tmp_path: Path
+) -> None:
+    """Right before it begins a phase; with files, *prepare* is in the place of *start*."""
+    phase = {"disk start": "prepare"}.get(f"{transfer} {phase}", phase)
+    command = [sys.executable, "-c", KILLED, server.url, transfer, phase, str(tmp_path)]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    killed = subprocess.run(command, cwd=Path(__file__).parent, timeout=120, env={**os.environ, "PYTHONPATH": path})
+    assert killed.returncode == -signal.SIGKILL and server.paused()
+    with trainer(server, make(73), **by(transfer, tmp_path)) as scheme:
         assert not server.paused() and server.serves(make(73), PROMPT)
         scheme.send(make(74))
         assert server.serves(make(74), PROMPT)
@@ -263,12 +277,12 @@ def test_the_next_trainer_takes_over_from_one_that_was_killed(server: Server, ph
 def test_an_engine_that_stops_is_named_and_the_next_version_repairs_it(
     server: Server, transfer: str, phase: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual, core, asked = EngineClient.post, server.core(), list[str]()
+    usual, asked = EngineClient.post, list[str]()
 
     def post(client: EngineClient, now: str, *args: Any) -> Any:
         asked.append(now)
         if now == phase and asked.count(now) > number:
-            os.kill(core, signal.SIGSTOP)
+            os.kill(server.core(), signal.SIGSTOP)
         return usual(client, now, *args)
 
     with trainer(server, make(91), **by(transfer, tmp_path)) as scheme, monkeypatch.context() as patch:
@@ -278,7 +292,7 @@ def test_an_engine_that_stops_is_named_and_the_next_version_repairs_it(
             with pytest.raises(wsync.SyncTimeout, match=rf"{server.url}: phase {phase}.*no answer before the deadline"):
                 scheme.send(make(92))
         finally:
-            os.kill(core, signal.SIGCONT)
+            os.kill(server.core(), signal.SIGCONT)
         patch.undo()
         assert server.paused() or phase not in ("start", "update", "finish")
         scheme.timeout = 300.0

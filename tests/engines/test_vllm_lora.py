@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import serving
-from stock_vllm import Server, log_probabilities, make
+from stock_vllm import Server, log_probabilities, make, serving
 
 import wsync
 

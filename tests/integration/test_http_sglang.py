@@ -58,9 +58,7 @@ def test_an_engine_that_fails_is_named_and_the_next_version_repairs_it(
         assert workers.call(now) == [("1", 1, True)] * 2
         scheme.send(fill(Small(), 3))
         workers[0].call(plant, answers={"/update_weights_from_disk": {"success": False}})
-        with pytest.raises(
-            wsync.WorkerFailed, match=rf"{urls[0]}: phase update: it was sent version 4(?s:.*)stays paused"
-        ):
+        with pytest.raises(wsync.WorkerFailed, match=rf"{urls[0]}: phase update: it was sent version 4(?s:.*)paused"):
             scheme.send(fill(Small(), 4))
         assert workers.call(now) == [("4", 4, True), ("4", 4, False)]
         workers[0].call(plant, answers={})
@@ -85,15 +83,8 @@ def test_an_engine_that_dies_is_named_and_started_again(pool: WorkerPool, tmp_pa
 def test_a_damaged_file_ends_the_engine_as_sglang_rolls_back_to_the_same_file(
     pool: WorkerPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def cut(folders: VersionFolders, engine: object, update: Any) -> Path:
-        folder = usual(folders, engine, update)
-        file = folder / "model.safetensors"
-        file.write_bytes(file.read_bytes()[:-1])
-        return folder
-
-    usual = VersionFolders.write
     with fleet(pool, tmp_path) as (workers, urls, scheme):
-        monkeypatch.setattr(VersionFolders, "write", cut)
+        monkeypatch.setattr("wsync.engine.disk.tensors_of", lambda *_: [])
         with pytest.raises(wsync.WorkerDied, match=rf"{urls[0]}: phase update"):
             scheme.send(fill(Small(), 2))
         workers[0].kill()
