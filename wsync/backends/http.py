@@ -102,9 +102,8 @@ class HTTPWeightSyncScheme(WeightSyncScheme):
             raise ValueError("transfer='disk' or 'lora' and folder= belong together: the folder that all engines see")
         if transfer == "lora" and (model_folder is None or max_staleness < 0):
             raise ValueError("transfer='lora' needs model_folder=, with adapter_config.json, and max_staleness >= 0")
-        if engine not in ("vllm", "sglang") or (
-            engine == "sglang" and (transfer in (None, "wsync") or pause == "wait")
-        ):
+        misfit = transfer in (None, "wsync") or pause == "wait"
+        if engine not in ("vllm", "sglang") or (engine == "sglang" and misfit):
             raise ValueError("engine is 'vllm' or 'sglang'; SGLang takes 'disk' or 'lora', and has no pause='wait'")
         require_valid_token(token)
         self.token, self.transfer, self.clear_cache = token, transfer, clear_cache

@@ -28,7 +28,6 @@ from wsync.weights.layout import Layout
 _URL = re.compile(r"https?://([\w.-]+|\[[\da-f:.]+\])(:[1-9]\d{0,4})?(/[!-~]*)?", re.ASCII | re.IGNORECASE)
 _ANSWER_BYTES = 1 << 20  # the largest part of an answer that is read
 _SHOWN = 2000  # characters of an answer that an error shows
-_GET = (protocol.HEALTH, protocol.WORLD_SIZE, protocol.MODEL_INFO, protocol.MODELS)
 _IDLE_LIMIT = 2.0  # seconds: a connection without requests for longer is not used again (uvicorn closes it after 5)
 
 Kind = Literal["died", "late", "failed"]
@@ -98,9 +97,7 @@ class EngineClient:
     def __init__(self, url: str, token: str | None = None, kind: protocol.EngineKind = "vllm") -> None:
         self.url = checked_url(url)
         self.kind: protocol.EngineKind = kind
-        self.presence, self.health = protocol.WORLD_SIZE, protocol.HEALTH
-        if kind == "sglang":
-            self.presence = self.health = protocol.MODEL_INFO
+        self.presence, self.health = protocol.ALIVE[kind]
         self.deadline: float | None = None
         self.version, self.phase, self.times = 0, "connect", (0.0, 0.0)
         self.own_host = "127.0.0.1"
@@ -175,7 +172,7 @@ class EngineClient:
         health = phase == "health"  # asked while another thread's request waits
         if not health:
             self.phase = phase
-        method = "GET" if route in _GET else "POST"
+        method = "GET" if route in protocol.READ_ONLY else "POST"
         where = f"{self.url}: phase {phase} ({method} {route})"
         headers = self._headers
         if body is not None and not isinstance(body, memoryview):

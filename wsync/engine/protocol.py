@@ -41,6 +41,8 @@ WORLD_SIZE = "/get_world_size"
 HEALTH = "/health"
 MODEL_INFO = "/model_info"
 MODELS = "/v1/models"
+READ_ONLY = (WORLD_SIZE, HEALTH, MODEL_INFO, MODELS)  # by GET
+ALIVE = {"vllm": (WORLD_SIZE, HEALTH), "sglang": (MODEL_INFO, MODEL_INFO)}  # answered once it serves; while it lives
 
 TRANSFER = "body"
 

@@ -294,9 +294,9 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def _installed(layer: Any, key: str, empty: Tensor) -> list[Tensor]:
-    """Return what an emptied layer has by this name, in the form of ``empty``; LayoutMismatch: it has another form.
+    """Return what an emptied layer has by this name; on a CPU, also what a packed copy makes of the unit matrix.
 
-    On a CPU, a linear layer may have it packed, or also packed: that is what it makes of the unit matrix.
+    LayoutMismatch: it has none in the form of ``empty``.
     """
     parameters, buffers = get_layerwise_info(layer).kernel_tensors
     tensor = {**parameters, **buffers}[key].data
