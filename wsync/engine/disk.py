@@ -57,13 +57,14 @@ class VersionFolders:
         self._read: dict[object, set[str]] = {}  # by engine: folders that it may read; "": those of an earlier trainer
         self._lock = threading.Lock()  # guards these, and the folders
 
-    def check(self, layout: Layout) -> None:
-        """LayoutMismatch: these are not the weights of the model folder, or no weights of a safetensors file."""
+    def admit(self, engine: object, layout: Layout) -> None:
+        """An engine will read, and may read what an earlier trainer has left.
+
+        LayoutMismatch: these are not the weights of the model folder, or no weights of a safetensors file.
+        """
         header_of(layout, range(len(layout.names)))
-        if self._model_folder is None:
-            return
         expected = dict[str, Any]()
-        for path in self._model_folder.glob("*.safetensors"):
+        for path in () if self._model_folder is None else self._model_folder.glob("*.safetensors"):
             with path.open("rb") as file:
                 expected |= msgspec.json.decode(file.read(int.from_bytes(file.read(8), "little")))
         expected.pop("__metadata__", None)
@@ -73,6 +74,8 @@ class VersionFolders:
         wrong = [name for name in {**expected, **shapes} if shapes.get(name) != expected.get(name, {}).get("shape")]
         if expected and wrong:
             raise LayoutMismatch(f"these weights differ from those in {self._model_folder}: {describe(sorted(wrong))}")
+        with self._lock:
+            self._read[engine] = {""}
 
     def write(self, engine: object, update: Update) -> Path:
         """Write a version for an engine, if that was not done; return its folder. WeightSyncError: that failed."""
@@ -117,11 +120,6 @@ class VersionFolders:
             if path.is_file() and not path.name.endswith(_WEIGHTS):
                 shutil.copyfile(path, folder / path.name)
 
-    def admit(self, engine: object) -> None:
-        """An engine reads a version of an earlier trainer, perhaps."""
-        with self._lock:
-            self._read[engine] = {""}
-
     def keep(self, engine: object, *names: str) -> None:
         """Note that an engine reads none but these from now on; delete what no engine reads."""
         with self._lock:
@@ -153,10 +151,9 @@ class DiskTransfer(Transfer):
         self, client: EngineClient, source: VersionSource, folders: VersionFolders, *, clear_cache: bool = True
     ) -> None:
         self._client, self._source, self._folders = client, source, folders
-        folders.check(source.layout)
         self._vllm, self._clear_cache = client.kind == "vllm", clear_cache
         self._refusal = ""
-        folders.admit(self)
+        folders.admit(self, source.layout)
 
     def stage(self) -> None:
         assert self._source.update is not None

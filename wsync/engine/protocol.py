@@ -58,9 +58,8 @@ EngineKind = Literal["vllm", "sglang"]
 def pause_and_resume(kind: EngineKind, mode: PauseMode, clear_cache: bool) -> list[tuple[str, dict[str, str] | None]]:
     """Return the requests by which generation is suspended, and goes on: routes and fields."""
     if kind == "sglang":  # it clears its caches while it loads, if no request holds a part of them
-        suspended = "retract" if clear_cache else "in_place"
-        mode_there = "abort" if mode == "abort" else suspended
-        return [("/pause_generation", {"mode": mode_there}), ("/continue_generation", {})]
+        its_mode = {"abort": "abort"}.get(mode, "retract" if clear_cache else "in_place")
+        return [("/pause_generation", {"mode": its_mode}), ("/continue_generation", {})]
     return [(f"{PAUSE}?mode={mode}&clear_cache={str(clear_cache).lower()}", None), (RESUME, None)]
 
 

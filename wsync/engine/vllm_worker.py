@@ -113,7 +113,7 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         scheme, version = self._scheme, update_info.version
-        with self._together(self._abandon):
+        with self._together(self._restore):
             if scheme is None or (update_info.load and self._fetched != version):
                 raise RuntimeError(f"version {version} was not fetched before")
             found = (scheme.pull if update_info.load else scheme.fetch)(update_info.timeout)
@@ -139,10 +139,6 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._unusable = True  # until all of it is loaded, in all ranks
         # vLLM keeps the tensors until a layer is complete, and these are valid during the call only.
         self.model.load_weights((name, tensor.to(self.device, copy=True)) for name, tensor in pairs)
-
-    def _abandon(self) -> None:
-        self._fetched, self._loaded = 0, False
-        self._restore()
 
     @contextmanager
     def _together(self, undo: Callable[[], object] | None = None) -> Iterator[None]:
@@ -186,6 +182,7 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _restore(self) -> None:
         """Give layers that wait their old weights back; if any may have new ones, leave none with weights."""
+        self._fetched, self._loaded = 0, False
         if self._unusable:
             return self._empty_layers()
         for layer in self.model.modules():
