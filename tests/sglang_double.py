@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,8 @@ class SGLang:
         self.answers = dict[str, Any]()  # by route: what is answered in place of the truth
         self.dies_at = ""  # a route
         posts = {
-            "/pause_generation": self._pause,
-            "/continue_generation": self._continue,
+            "/pause_generation": partial(self._pause, True),
+            "/continue_generation": partial(self._pause, False),
             "/update_weights_from_disk": self._update,
             "/load_lora_adapter": self._load,
             "/unload_lora_adapter": self._unload,
@@ -70,15 +71,11 @@ class SGLang:
         listed = {"object": "list", "data": [{"id": "tiny", "root": self.path}, *adapters]}
         return JSONResponse(self.answers.get("/v1/models", listed))
 
-    def _pause(self, fields: dict[str, Any]) -> Any:
-        if fields["mode"] not in ("abort", "retract", "in_place"):
+    def _pause(self, paused: bool, fields: dict[str, Any]) -> Any:
+        if paused and fields["mode"] not in ("abort", "retract", "in_place"):
             return 400, {"object": "error", "message": "invalid mode"}
-        self.paused = True
-        return 200, {"message": "Generation paused successfully.", "status": "ok"}
-
-    def _continue(self, fields: dict[str, Any]) -> Any:
-        self.paused = False
-        return 200, {"message": "Generation continued successfully.", "status": "ok"}
+        self.paused = paused
+        return 200, {"message": "Generation paused or continued successfully.", "status": "ok"}
 
     def _update(self, fields: dict[str, Any]) -> Any:
         assert self.paused and (not self.path or Path(self.path).is_dir()), "the version before is there still"

@@ -154,7 +154,7 @@ def test_a_large_model_has_several_files_and_an_index(tmp_path: Path) -> None:
         with wsync.HTTPWeightSyncScheme(url, transfer=make, pause="keep") as scheme:
             scheme.init_on_sender("policy", model=model)
             scheme.connect()
-            scheme.send()
+            wsync.synchronize({scheme: None})  # also with a ``Transfer`` that a function makes
     assert stock.weights.keys() == weights.keys()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in stock.weights.items())
     (folder,) = tmp_path.iterdir()

@@ -19,7 +19,7 @@ import wsync
 from wsync.deadlines import deadline_in
 from wsync.engine import protocol
 from wsync.engine.app import engine_app
-from wsync.engine.client import BodyTransfer, EngineClient, Transfer, VersionSource
+from wsync.engine.client import BodyTransfer, EngineClient, VersionSource
 from wsync.engine.outlet import Engines
 from wsync.errors import SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
 from wsync.gate import gate
@@ -191,23 +191,6 @@ def test_a_transfer_of_ones_own_has_the_methods_of_vllm() -> None:
             scheme.connect()
             with pytest.raises(WorkerFailed, match=r"applied nowhere(?s:.*)its transfer cannot prepare a version"):
                 wsync.synchronize({scheme: None})
-
-
-def test_a_transfer_that_derives_prepares_a_version() -> None:
-    class Steps(Transfer):
-        def __init__(self, client: EngineClient, source: Any) -> None:
-            self.client, self.commit = client, client.finish_weight_update
-
-        def prepare(self) -> None:
-            self.client.post("prepare", "/mine")
-
-    asked = list[str]()
-    app = answering(lambda path: (asked.append(path), (200, b"{}"))[1])
-    with serve(app) as url, wsync.HTTPWeightSyncScheme(url, transfer=Steps) as scheme:
-        scheme.init_on_sender("policy", weights=weights(1))
-        scheme.connect()
-        wsync.synchronize({scheme: None})
-    assert asked[-5:] == [protocol.PAUSE, "/mine", protocol.HEALTH, protocol.FINISH, protocol.RESUME]
 
 
 def test_an_update_of_a_dead_trainer_is_finished_before_another_is_begun() -> None:
