@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -35,7 +36,9 @@ def test_every_version_arrives(pool: WorkerPool) -> None:
 def test_verify_names_what_differs() -> None:
     engine: Any = {"weight": torch.zeros(4, dtype=torch.bfloat16), "other": torch.zeros(2, dtype=torch.bfloat16)}
     options: Any = {"token": None, "receive_transform": Cast("bfloat16")}
-    with serve(wsync.engine_app(engine, **options)) as url, wsync.HTTPWeightSyncScheme(url, **options) as scheme:
+    server = ExitStack()
+    url = server.enter_context(serve(wsync.engine_app(engine, **options)))
+    with server, wsync.HTTPWeightSyncScheme(url, **options) as scheme:
         scheme.init_on_sender("policy", weights={"weight": torch.rand(4), "other": torch.rand(2)})
         scheme.connect()
         scheme.send()
@@ -44,6 +47,10 @@ def test_verify_names_what_differs() -> None:
         engine["weight"][2] += 1
         with pytest.raises(wsync.WorkerFailed, match=rf"{url}: phase verify(?s:.*)version 2, with other.*of 'weight'$"):
             scheme.verify()
+        server.close()
+        with pytest.raises(wsync.WorkerDied, match=rf"{url}: phase verify .*refused"):
+            scheme.verify()
+        assert scheme.ledger()[0]["state"] == "dead"
     with (
         serve(wsync.engine_app(load=list, token=None)) as url,
         trainer(url, token=None) as scheme,

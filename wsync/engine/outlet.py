@@ -177,10 +177,11 @@ class Engine:
                 return Cause("died", self.cause)
             _, source, transfer = self._transfer
             source.update = self.latest
-            try:
-                return await self.attempt(deadline, self._blocking(transfer.verify, digests), "verify")
-            finally:
-                source.update = None
+            cause = await self.attempt(deadline, self._blocking(transfer.verify, digests), "verify")
+            source.update = None
+        if cause is not None and cause.kind == "died":
+            self.disconnect(cause.text)
+        return cause
 
     async def send(self, layout: Layout, update: Update | None, *states: asyncio.Future[Any]) -> None:
         """Send a version; None: only init. ``states``: why it is not prepared, to be set; and whether to use it."""
