@@ -24,13 +24,12 @@ import msgspec
 from wsync.engine.client import EngineClient, EngineError, Transfer, VersionSource
 from wsync.engine.protocol import MODELS
 from wsync.errors import LayoutMismatch, WeightSyncError
-from wsync.store.safetensors_file import header_of, tensors_of
+from wsync.store.safetensors_file import FORMAT, content_of, header_of
 from wsync.update import Update
 from wsync.weights.layout import Layout
 from wsync.weights.tensors import describe
 
 _log = logging.getLogger(__name__)
-_FORMAT = {"format": "pt"}  # what transformers asks for
 _OF_VERSION = re.compile(r"v\d{8,}-[0-9a-f]{8}(\.unfinished)?")
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")  # what is not copied of a model folder
 
@@ -96,26 +95,12 @@ class VersionFolders:
             return folder
 
     def _write_files(self, folder: Path, update: Update) -> None:
-        layout, shards, room = update.buffer.layout, list[list[int]](), 0
-        # The widest numbers first: each place is aligned. Tied ones, too: on a CPU vLLM's head has a packed copy, which
-        # is made anew only if it is loaded itself.
-        for index in sorted(range(len(layout.names)), key=lambda index: -layout.dtypes[index].itemsize):
-            size = layout.byte_ranges[index][1]
-            if not shards or size > room:
-                shards.append([])
-                room = self._shard_bytes
-            shards[-1].append(index)
-            room -= size
-        files = [f"{self._file}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
-        for file, shard in zip(files if len(shards) > 1 else [f"{self._file}.safetensors"], shards, strict=True):
+        # Tied tensors under each name: on a CPU vLLM's head has a packed copy, made anew only if it is loaded itself.
+        for file, pieces in content_of(update.buffer, self._shard_bytes, self._file).items():
             with (folder / file).open("xb") as opened:
-                opened.writelines([header_of(layout, shard, _FORMAT), *tensors_of(update.buffer, shard)])
-        if len(shards) > 1:
-            where = {layout.names[index]: file for file, shard in zip(files, shards, strict=True) for index in shard}
-            size = sum(nbytes for _, nbytes in layout.byte_ranges)
-            content = {"metadata": {"total_size": size}, "weight_map": where}
-            (folder / f"{self._file}.safetensors.index.json").write_bytes(msgspec.json.encode(content))
-        (folder / "probe" / "model.safetensors").write_bytes(header_of(layout, [], _FORMAT))
+                opened.writelines(pieces)
+        layout = update.buffer.layout
+        (folder / "probe" / "model.safetensors").write_bytes(header_of(layout, [], FORMAT))
         for path in () if self._model_folder is None else self._model_folder.iterdir():
             if path.is_file() and not path.name.endswith(_WEIGHTS):
                 shutil.copyfile(path, folder / path.name)

@@ -12,7 +12,7 @@ from wsync.errors import LayoutMismatch
 from wsync.weights.layout import Buffer, Layout
 from wsync.weights.tensors import raw_bytes
 
-_FORMAT = {"format": "pt"}  # what transformers asks for
+FORMAT = {"format": "pt"}  # what transformers asks for
 _DTYPES = {  # by their names in safetensors files
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0"},
@@ -27,10 +27,11 @@ def order_in_file(layout: Layout) -> list[int]:
     return sorted(layout.leaders, key=lambda index: -layout.dtypes[index].itemsize)
 
 
-def files_of(layout: Layout, shard_bytes: int) -> dict[str, list[int]]:
+def files_of(layout: Layout, shard_bytes: int, stem: str = "model") -> dict[str, list[int]]:
     """Return the files of a Hugging Face folder by name, with the entries in each: all of them, also tied ones.
 
     ``shard_bytes``: of tensors in one file. 0: the version is one file without a folder, and has tied tensors once.
+    ``stem``: what their names begin with.
     """
     if not shard_bytes:
         return {"": order_in_file(layout)}
@@ -43,21 +44,21 @@ def files_of(layout: Layout, shard_bytes: int) -> dict[str, list[int]]:
         shards[-1].append(index)
         room -= size
     if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+        return {f"{stem}.safetensors": shards[0]}
+    return {f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def content_of(buffer: Buffer, shard_bytes: int) -> dict[str, Sequence[bytes | memoryview]]:
+def content_of(buffer: Buffer, shard_bytes: int, stem: str = "model") -> dict[str, Sequence[bytes | memoryview]]:
     """Return what ``files_of`` names, in pieces, with the index of a folder that has several files of tensors."""
-    layout, files = buffer.layout, files_of(buffer.layout, shard_bytes)
+    layout, files = buffer.layout, files_of(buffer.layout, shard_bytes, stem)
     content: dict[str, Sequence[bytes | memoryview]] = {
-        file: [header_of(layout, entries, _FORMAT if shard_bytes else None), *tensors_of(buffer, entries)]
+        file: [header_of(layout, entries, FORMAT if shard_bytes else None), *tensors_of(buffer, entries)]
         for file, entries in files.items()
     }
     if len(files) > 1:
         where = {layout.names[index]: file for file, entries in files.items() for index in entries}
         index = {"metadata": {"total_size": sum(nbytes for _, nbytes in layout.byte_ranges)}, "weight_map": where}
-        content["model.safetensors.index.json"] = [msgspec.json.encode(index)]
+        content[f"{stem}.safetensors.index.json"] = [msgspec.json.encode(index)]
     return content
 
 
