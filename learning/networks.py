@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from tensordict import TensorDictBase
@@ -13,8 +15,8 @@ from torch.nn import functional
 from typing_extensions import override
 
 from collectors.environments.specs import ACTION_MASK, Spec, SpecTree
-from collectors.rollouts.sampled import SampledPolicy
-from learning.encoders import MLP, Observation, feature_size, linear
+from collectors.rollouts.sampled import Act, SampledPolicy
+from learning.encoders import MLP, Observation, Operation, feature_size, linear, operations
 from learning.normalization import ObservationNormalizer
 
 
@@ -40,6 +42,11 @@ class Network(nn.Module):
         """Return the outputs."""
         return self.head(self.features(observation))
 
+    def operations(self) -> list[Operation]:
+        """Return those of the normaliser, the trunk and the head."""
+        parts = (self.normalizer, self.trunk, self.head)
+        return [one for part in parts if part is not None for one in operations(part)]
+
 
 class Policy(SampledPolicy):
     """A distribution over actions with the output of a network as its parameters; a :class:`SampledPolicy`.
@@ -59,6 +66,23 @@ class Policy(SampledPolicy):
     @abstractmethod
     def to_parameters(self, output: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the parameters of the distribution for the network's `output`; `mask` is the action mask, bool."""
+
+    @override
+    def prepare(self) -> Act:
+        own = type(self)
+        if inspect.unwrap(own.distribution_parameters) is not Policy.distribution_parameters:  # of a class of yours
+            return super().prepare()
+        chain = operations(self.network)
+        to_parameters, choose = (partial(inspect.unwrap(one), self) for one in (own.to_parameters, own.choose))
+
+        def act(observation: Observation, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+            output = observation
+            for function, tensors in chain:
+                output = function(output, *tensors)
+            parameters = to_parameters(output, action_mask(observation))
+            return choose(parameters, noise), parameters
+
+        return act
 
     def can_act(self, mask: Tensor) -> Tensor:
         """Return whether an action mask, bool ``[*B, N]``, leaves an action, ``[*B]``."""
@@ -170,8 +194,9 @@ class GaussianPolicy(Policy):
 
     @override
     def to_parameters(self, output: Tensor, mask: Tensor | None = None) -> Tensor:  # a mask has no meaning here
-        mean = self.center + self.half_range * output
-        return torch.cat([mean, (self.half_range * self.log_std.exp()).expand_as(mean)], -1)
+        half_range = self.half_range
+        mean = torch.addcmul(self.center, half_range, output)
+        return torch.cat([mean, (half_range * self.log_std.exp()).expand_as(mean)], -1)
 
     @override
     def noise(self, parameters: Tensor, *steps: int) -> Tensor:
@@ -180,7 +205,7 @@ class GaussianPolicy(Policy):
     @override
     def choose(self, parameters: Tensor, noise: Tensor | None) -> Tensor:
         mean, std = parameters.chunk(2, -1)
-        return mean if noise is None else mean + std * noise
+        return mean if noise is None else torch.addcmul(mean, std, noise)
 
     @override
     def from_parameters(self, parameters: Tensor) -> distributions.Independent:
