@@ -41,6 +41,8 @@ class TrainConfig:
         device: the learner's, as PyTorch names it: ``cpu``, ``cuda``, ``cuda:1``; workers act on the CPU.
         threads: torch's number of threads in the trainer.
         checkpoint_every: seconds.
+        evaluate_every: frames between two evaluations, see ``learning.trained.Evaluation``; None: there are none.
+        evaluate_episodes: episodes of an evaluation.
         resume: folder of an earlier run to continue.
         objective: entry of ``summary.json`` that a sweeper compares (``hydra/sweeper=optuna``).
         callbacks: a list of reporters of your own, each with a _target_ and arguments, see learning.reporting.Reporter.
@@ -58,6 +60,8 @@ class TrainConfig:
     device: str = "cpu"
     threads: int = 1
     checkpoint_every: float = 60.0
+    evaluate_every: int | None = None
+    evaluate_episodes: int = 10
     resume: str | None = None
     objective: str = "episode_return_mean_100"
     weight_sync: Any = MISSING
@@ -90,9 +94,9 @@ def _each(limit: Any, names: str) -> dict[str, TypeAdapter[Any]]:
 LIMITS = {
     **_each(  # infinity is a limit itself
         Annotated[float, Field(gt=0)],
-        "num_workers num_envs total_frames timeout weight_sync.timeout env.max_episode_steps "
-        "policy.hidden policy.features policy.size algorithm.clip_rho algorithm.epochs algorithm.epochs_final "
-        "algorithm.minibatch_size algorithm.anneal_frames algorithm.max_grad_norm "
+        "num_workers num_envs total_frames evaluate_every evaluate_episodes timeout weight_sync.timeout "
+        "env.max_episode_steps policy.hidden policy.features policy.size algorithm.clip_rho algorithm.epochs "
+        "algorithm.epochs_final algorithm.minibatch_size algorithm.anneal_frames algorithm.max_grad_norm "
         "algorithm.max_weight",
     ),
     **_each(
