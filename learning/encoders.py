@@ -7,14 +7,13 @@ space) to features ``[*B, F]``. It is made with the spec of an observation as it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
-from torch.nn import functional
 
 from collectors.environments import specs
 from collectors.environments.specs import ACTION_MASK, Spec, SpecTree, as_tensors
@@ -23,7 +22,6 @@ from collectors.environments.transforms import without_side_effects
 ACTIVATIONS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}
 SMALLEST = 36  # height and width that `NatureCNN` needs
 Observation = Any  # a tensor ``[*B, *obs]``, or a TensorDict of such tensors
-Operation = tuple[Callable[..., Any], tuple[Tensor, ...]]
 
 
 def linear(fan_in: int, fan_out: int, gain: float = math.sqrt(2.0)) -> nn.Linear:
@@ -32,23 +30,6 @@ def linear(fan_in: int, fan_out: int, gain: float = math.sqrt(2.0)) -> nn.Linear
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
-
-
-def operations(module: nn.Module) -> list[Operation]:
-    """Return what `module` computes as a chain of functions, each with the tensors that it takes beside its input.
-
-    To look a tensor up, or to call a module, takes as long as a small layer: a worker looks up once in a batch.
-    Versions are installed into the same tensors. A module with hooks, or of a class without a chain, is one function.
-    """
-    kind: type = type(module)
-    if not (module._forward_hooks or module._forward_pre_hooks):
-        if isinstance(module, nn.Linear) and kind is nn.Linear:
-            return [(functional.linear, (module.weight, module.bias))]
-        if kind is nn.Sequential:
-            return [one for part in module.children() for one in operations(part)]
-        if "operations" in vars(kind):  # not that of a base, whose forward may differ
-            return vars(kind)["operations"](module)
-    return [(module, ())]
 
 
 def leaves(spec: SpecTree, *path: str) -> Iterator[tuple[tuple[str, ...], Spec]]:
@@ -123,10 +104,6 @@ class MLP(nn.Module):
     def forward(self, observation: Observation) -> Tensor:
         """Return features ``[*B, hidden[-1]]``."""
         return self.layers(observation)
-
-    def operations(self) -> list[Operation]:
-        """Return those of the layers."""
-        return operations(self.layers)
 
 
 class NatureCNN(nn.Module):

@@ -7,6 +7,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -16,8 +17,8 @@ from typing_extensions import override
 
 from collectors.environments.specs import ACTION_MASK, Spec, SpecTree
 from collectors.rollouts.sampled import Act, SampledPolicy
-from learning.encoders import MLP, Observation, Operation, feature_size, linear, operations
-from learning.normalization import ObservationNormalizer
+from learning.encoders import MLP, Observation, feature_size, linear
+from learning.normalization import ObservationNormalizer, normalized
 
 
 class Network(nn.Module):
@@ -42,10 +43,25 @@ class Network(nn.Module):
         """Return the outputs."""
         return self.head(self.features(observation))
 
-    def operations(self) -> list[Operation]:
-        """Return those of the normaliser, the trunk and the head."""
-        parts = (self.normalizer, self.trunk, self.head)
-        return [one for part in parts if part is not None for one in operations(part)]
+
+def operations(module: nn.Module) -> list[tuple[Callable[..., Any], tuple[Tensor, ...]]]:
+    """Return what `module` computes as a chain of functions, each with the tensors that it takes beside its input.
+
+    To look a tensor up, or to call a module, takes as long as a small layer: a worker looks up once in a batch.
+    Versions are installed into the same tensors. A module with hooks, or of another class, is one function itself.
+    """
+    kind, parts = type(module), [*module.children()]
+    if module._forward_hooks or module._forward_pre_hooks:
+        return [(module, ())]
+    if isinstance(module, nn.Linear) and kind is nn.Linear:
+        return [(functional.linear, (module.weight, module.bias))]
+    if isinstance(module, ObservationNormalizer) and kind is ObservationNormalizer and module.paths == [()]:
+        return [(normalized, (module.moments[0].mean, module.moments[0].scale))]
+    if isinstance(module, Network) and kind is Network:
+        parts = [part for part in (module.normalizer, module.trunk, module.head) if part is not None]
+    elif kind not in (MLP, nn.Sequential):
+        return [(module, ())]
+    return [one for part in parts for one in operations(part)]
 
 
 class Policy(SampledPolicy):

@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from collectors.environments.specs import Spec, SpecTree
-from learning.encoders import Observation, Operation, leaves
+from learning.encoders import Observation, leaves
 
 CLIP = 10.0
 """Normalised values are clipped to ± this, as in Stable-Baselines3's VecNormalize and in CleanRL."""
@@ -64,10 +64,10 @@ class ObservationNormalizer(nn.Module):
     def forward(self, observation: Observation) -> Observation:
         """Return normalised observations."""
         if not isinstance(observation, TensorDictBase):
-            return _normalized(observation, self.moments[0].mean, self.moments[0].scale) if self.paths else observation
+            return normalized(observation, self.moments[0].mean, self.moments[0].scale) if self.paths else observation
         result = observation.copy()
         for path, moments in zip(self.paths, self.moments, strict=True):
-            result.set(path, _normalized(observation.get(path), moments.mean, moments.scale))
+            result.set(path, normalized(observation.get(path), moments.mean, moments.scale))
         return result
 
     def update(self, observation: Observation, mask: Tensor | None = None) -> None:
@@ -81,14 +81,9 @@ class ObservationNormalizer(nn.Module):
         """Whether there was no update yet."""
         return any(moments.count.item() == 0 for moments in self.moments)
 
-    def operations(self) -> list[Operation]:
-        """Return the operations of one tensor; the normaliser itself is that of several."""
-        if self.paths == [()]:
-            return [(_normalized, (self.moments[0].mean, self.moments[0].scale))]
-        return [(self, ())] if self.paths else []
 
-
-def _normalized(part: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+def normalized(part: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """Return `part` with the mean and the scale of its `Moments` taken out, clipped."""
     return (part - mean).mul_(scale).clamp_(-CLIP, CLIP)
 
 

@@ -23,7 +23,7 @@ from learning.normalization import ObservationNormalizer
 from learning.options import PolicyConfig
 from learning.progress import Row
 from learning.reporting import Reporter
-from learning.reporting.files import FolderError, file_errors
+from learning.reporting.files import FolderError, file_errors, replace_file
 from learning.resuming import SETTINGS, read_yaml
 
 
@@ -108,9 +108,9 @@ class Evaluation(Reporter):
     episodes: int = 10
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
-        """Write the names of the columns."""
+        """Begin without a result."""
         self._folder, self._next, self._best = folder, self.every, -math.inf
-        self._write("frames,version,return\n")
+        self._lines = ["frames,version,return"]
 
     def update(self, row: Row) -> None:
         """Play, if that many frames were collected since the last time."""
@@ -120,15 +120,11 @@ class Evaluation(Reporter):
         with without_side_effects(policy):
             returns = play(self.make_env, policy, self.episodes, sample=False, seed=0, max_frames=100_000)
         mean = sum(returns) / len(returns) if returns else math.nan
-        self._write(f"{row.frames},{row.version},{mean}\n")
+        self._lines.append(f"{row.frames},{row.version},{mean}")
+        replace_file(self._folder / "evaluation.csv", "\n".join([*self._lines, ""]).encode())
         if mean > self._best:
             self._best, best = mean, self._folder / "best"
             with file_errors(best):
-                for path in (Path("config.yaml"), SETTINGS):
-                    (best / path).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy(self._folder / path, best / path)
+                shutil.copytree(self._folder / SETTINGS.parent, best / SETTINGS.parent, dirs_exist_ok=True)
+                shutil.copy(self._folder / "config.yaml", best)
             checkpoint.save(best, {"learner": {"policy": policy.state_dict()}})
-
-    def _write(self, line: str) -> None:
-        with file_errors(path := self._folder / "evaluation.csv"), open(path, "a", encoding="utf-8") as file:
-            file.write(line)
