@@ -48,10 +48,10 @@ def operations(module: nn.Module) -> list[tuple[Callable[..., Any], tuple[Tensor
     """Return what `module` computes as a chain of functions, each with the tensors that it takes beside its input.
 
     To look a tensor up, or to call a module, takes as long as a small layer: a worker looks up once in a batch.
-    Versions are installed into the same tensors. A module with hooks, or of another class, is one function itself.
+    Versions are installed into the same tensors. A module with hooks, or of any other class, is one function.
     """
     kind, parts = type(module), [*module.children()]
-    if module._forward_hooks or module._forward_pre_hooks:
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
         return [(module, ())]
     if isinstance(module, nn.Linear) and kind is nn.Linear:
         return [(functional.linear, (module.weight, module.bias))]
@@ -85,11 +85,11 @@ class Policy(SampledPolicy):
 
     @override
     def prepare(self) -> Act:
-        own = type(self)
-        if inspect.unwrap(own.distribution_parameters) is not Policy.distribution_parameters:  # of a class of yours
+        own = inspect.unwrap(type(self).distribution_parameters) is not Policy.distribution_parameters
+        if own or vars(self).keys() & {"distribution_parameters", "to_parameters", "choose"}:  # of yours
             return super().prepare()
         chain = operations(self.network)
-        to_parameters, choose = (partial(inspect.unwrap(one), self) for one in (own.to_parameters, own.choose))
+        to_parameters, choose = (partial(one, self) for one in (type(self).to_parameters, type(self).choose))
 
         def act(observation: Observation, noise: Tensor | None) -> tuple[Tensor, Tensor]:
             output = observation
