@@ -211,7 +211,7 @@ class GaussianPolicy(Policy):
     @override
     def to_parameters(self, output: Tensor, mask: Tensor | None = None) -> Tensor:  # a mask has no meaning here
         half_range = self.half_range
-        mean = torch.addcmul(self.center, half_range, output)
+        mean = self.center + half_range * output
         return torch.cat([mean, (half_range * self.log_std.exp()).expand_as(mean)], -1)
 
     @override
@@ -221,7 +221,7 @@ class GaussianPolicy(Policy):
     @override
     def choose(self, parameters: Tensor, noise: Tensor | None) -> Tensor:
         mean, std = parameters.chunk(2, -1)
-        return mean if noise is None else torch.addcmul(mean, std, noise)
+        return mean if noise is None else mean + std * noise
 
     @override
     def from_parameters(self, parameters: Tensor) -> distributions.Independent:
