@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 from backends import SharedMemory
+from tensordict import TensorDict
+from workers_here import connect, make_worker, model_of, weights_of
 
 import wsync
 from wsync.testing import WorkerPool
@@ -26,6 +28,14 @@ def test_without_auto_register_buffers_have_to_be_registered(shared: SharedMemor
         pytest.raises(wsync.NotConnected, match="register_shared_weights"),
     ):
         session.send(2)
+    buffers = TensorDict.from_module(model_of(0)).data.clone()
+    with wsync.SharedMemWeightSyncScheme(auto_register=False, timeout=20.0) as sender:
+        sender.register_shared_weights("policy", buffers)
+        sender.init_on_sender("policy", num_workers=1)
+        with make_worker(sender, 0) as worker:
+            connect(sender.connect, worker)
+            sender.send(model_of(5))
+            assert weights_of(worker) == [5, 5] and buffers["bias"].item() == 5
 
 
 def test_the_weights_of_a_sender_without_a_model_are_those_it_has_published(shared: SharedMemory) -> None:

@@ -10,16 +10,19 @@ from typing import Any
 import pytest
 import torch
 from small_models import linear
+from tensordict import TensorDict
 from torch import nn
 
-from wsync import MPTransport, MultiProcessWeightSyncScheme, SyncTimeout, WorkerFailed
+from wsync import MPTransport, MultiProcessWeightSyncScheme, SyncTimeout, WeightStrategy, WorkerFailed
 
 
 def work(weights: Any, answers: Any, said: Any) -> None:
     """A worker: takes weights until it is given those of another model."""
     model, line = nn.Linear(2, 2), MPTransport(weights, answers)
-    line.setup_connection_and_weights_on_receiver(model=model)
-    said.put(model.weight.sum().item())
+    buffer = TensorDict.from_module(linear(0.0)).data
+    strategy = WeightStrategy("tensordict")
+    line.setup_connection_and_weights_on_receiver(worker_idx=0, weights=buffer, model=model, strategy=strategy)
+    said.put([one.sum().item() for one in (model.weight, buffer["weight"])])
     received = line.receive_weights(60.0, model=model)
     said.put(None if received is None else received["bias"].tolist())
     try:
@@ -37,7 +40,7 @@ def test_a_worker_answers_what_it_has_applied() -> None:
         line = MPTransport(weights, answers, timeout=60.0)
         line.setup_connection_and_weights_on_sender()
         line.send_weights(linear(1.0))
-        assert said.get(timeout=60.0) == 4.0
+        assert said.get(timeout=60.0) == [4.0, 4.0]
         line.send_weights(linear(2.0).state_dict())
         assert said.get(timeout=60.0) == [2.0, 2.0]
         with pytest.raises(WorkerFailed, match="LayoutMismatch"):
