@@ -17,7 +17,6 @@ import pytest
 import torch
 from backends import BuiltIn, SharedMemory
 from rpc_workers import Rpc
-from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wsync
@@ -67,6 +66,7 @@ def apply(state: WorkerState, value: float, inplace: bool) -> list[float]:
     [
         (wsync.SharedMemWeightSyncScheme, {"policy_weights": None, "strategy": "tensordict", "auto_register": True}),
         (wsync.MultiProcessWeightSyncScheme, {"strategy": "tensordict", "sync": True}),
+        (wsync.DistributedWeightSyncScheme, {"backend": "gloo", "sync": True, "timeout": 60.0}),
         (wsync.WeightSyncScheme.send, {"weights": None, "worker_ids": None}),
         (wsync.WeightSyncScheme.send_async, {"weights": None, "worker_ids": None}),
         (wsync.WeightSyncScheme.receive, {"timeout": None}),
@@ -78,15 +78,6 @@ def apply(state: WorkerState, value: float, inplace: bool) -> list[float]:
 def test_arguments_have_the_documented_order_and_defaults(make: Callable[..., Any], documented: dict[str, Any]) -> None:
     found = {name: given.default for name, given in inspect.signature(make).parameters.items() if name != "self"}
     assert list(found.items())[: len(documented)] == list(documented.items())
-
-
-def test_options_may_be_given_by_position() -> None:
-    copying = wsync.MultiProcessWeightSyncScheme("state_dict", False)
-    assert (copying.strategy, copying.sync) == ("state_dict", False)
-    shared = wsync.SharedMemWeightSyncScheme({"policy": TensorDict()}, "state_dict", False)
-    assert (shared.strategy, shared.auto_register) == ("state_dict", False)
-    grouped = wsync.DistributedWeightSyncScheme("gloo", False, 3.0)
-    assert (grouped.backend, grouped.sync, grouped.timeout) == ("gloo", False, 3.0)
 
 
 def test_init_communicates_nothing_and_the_scheme_can_be_pickled_after_it(backend: BuiltIn) -> None:

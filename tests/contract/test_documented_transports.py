@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import queue
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from backends import BuiltIn
 from tensordict import TensorDict
 from torch import nn
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from workers_here import model_of
 
 import wsync
 from wsync.testing.commands import WorkerState
@@ -31,7 +35,9 @@ def receive(state: WorkerState) -> tuple[float, float, type[Any]]:
 
 
 def test_a_transport_of_a_scheme_returns_none_at_its_timeout(backend: BuiltIn) -> None:
-    with backend.connected(1) as session:
+    with backend.connected() as session:
+        session.scheme.sender_transports[1].send_weights(fill(Small(), 5))
+        assert session.outputs() == [1, 5]
         assert session.workers[0].call(receive_nothing) == [None] * 3
         for value in (2, 3):
             session.workers[0].start(receive)
@@ -40,6 +46,24 @@ def test_a_transport_of_a_scheme_returns_none_at_its_timeout(backend: BuiltIn) -
             transport.setup_connection_and_weights_on_sender()  # it is connected
             transport.send_weights(fill(Small(), value))
             assert session.workers[0].result() == (value, value, dict)
+
+
+def test_transports_meet_in_a_store_as_their_schemes_do() -> None:
+    """The worker's knows which worker this is."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with ExitStack() as stack:
+        ours, theirs = (
+            stack.enter_context(wsync.DistributedWeightSyncScheme(store=one, timeout=20.0))
+            for one in (store, TCPStore("127.0.0.1", store.port))
+        )
+        ours.init_on_sender("policy", model=model_of(4), num_workers=1)
+        theirs.init_on_receiver("policy", model=model_of(0))
+        worker: Any = theirs.receiver_transport
+        setting_up = stack.enter_context(ThreadPoolExecutor(1)).submit(
+            worker.setup_connection_and_weights_on_receiver, worker_idx=0
+        )
+        ours.sender_transports[0].setup_connection_and_weights_on_sender()
+        assert setting_up.result(20.0)["bias"].tolist() == [4.0]
 
 
 def test_a_transport_keeps_no_model_and_no_strategy() -> None:

@@ -106,20 +106,6 @@ def test_shared_memory_needs_no_receive(workers: WorkerGroup) -> None:
             worker.call(received, TIMEOUT)
 
 
-def test_a_worker_that_does_not_connect_is_named_and_may_connect_later(make: Make) -> None:
-    (ours, theirs), (other, _their_other) = multiprocessing.Pipe(), multiprocessing.Pipe()
-    model = nn.Linear(4, 2)
-    with make(timeout=0.3) as sender, make() as first, make() as second:
-        sender.init_on_sender("policy", pipes=[ours, other])
-        first.init_on_worker("policy", pipe=theirs, model=model)
-        with pytest.raises(wsync.SyncTimeout, match=r"worker\(s\) 1 did not connect"):
-            sender.get_sender().send(policy_of(1.0))
-        second.init_on_worker("policy", pipe=_their_other, model=nn.Linear(4, 2))
-        sender.get_sender().send(policy_of(2.0))
-        assert first.get_receiver().receive(TIMEOUT) and second.get_receiver().receive(TIMEOUT)
-        assert torch.equal(model.weight, policy_of(2.0).weight)
-
-
 @pytest.mark.parametrize("name", ["shared_mem", "multiprocess", "distributed", "rpc", "ray"])
 def test_ends_do_not_exist_before_init(name: str) -> None:
     with wsync.WeightSyncScheme.from_backend(name) as scheme:

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import socket
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,17 +159,3 @@ def test_an_init_that_is_refused_has_no_effect(backend: BuiltIn, given: Any, pro
         assert len(os.listdir("/proc/self/fd")) == before
         with pytest.raises(RuntimeError):
             scheme.init_on_receiver("policy", model=Small())
-
-
-def test_a_transport_without_a_schemes_calls(backend: BuiltIn) -> None:
-    with backend.workers(2) as workers, backend.make_scheme(timeout=float("inf")) as scheme:
-        model = fill(Small(), 1)
-        scheme.init_on_sender("policy", model=model, num_workers=2)
-        for index, worker in enumerate(workers):
-            worker.start(commands.join, scheme, Small, index, "policy")
-        connecting = threading.Thread(target=scheme.connect)
-        connecting.start()
-        workers.results()
-        connecting.join()
-        scheme.sender_transports[1].send_weights(fill(Small(), 3))
-        assert [output[0] for output in workers.call(commands.output)] == [1, 3]

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 
-import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -92,23 +91,6 @@ def test_one_process_takes_every_scheme(name):
         assert chosen(next(collector)) == 1.0
         collector.update_policy_weights_()
         assert chosen(next(collector)) == float(name == "none")
-
-
-@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_policy_that_only_the_workers_make_is_given_to_the_sender(cls, scheme):
-    """It acts with what its factory made (version 0) until it is sent weights for the first time."""
-    trained, schemes = policy(-1.0), {"policy": wsync.WeightSyncScheme.from_backend(scheme)}
-    makers = cartpole() if cls is Collector else [cartpole()] * 2
-    options = dict(policy_factory=lambda: policy(1.0), frames_per_batch=16, weight_sync_schemes=schemes)
-    with cls(makers, **options) as collector:
-        batch = next(collector)
-        assert chosen(batch) == 1.0 and batch["policy_version"].unique().tolist() == [0]
-        with pytest.raises(wsync.NotConnected, match="no model or weights were given"):
-            collector.update_policy_weights_()
-        collector.update_policy_weights_(trained)
-        batch = next(collector)
-        assert chosen(batch) == 0.0 and batch["policy_version"].unique().tolist() == [1]
 
 
 def test_batches_have_the_shape_that_was_asked_for():
@@ -202,29 +184,6 @@ def test_an_environment_that_raises_is_an_error_with_its_traceback():
     with pytest.raises(wsync.WorkerFailed, match="the cart fell off the table"):
         next(collector)
     assert collector.closed and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-
-
-class Judged(Quiet):
-    """Its rewards are a model's."""
-
-    def __init__(self):
-        self.value_net = nn.Linear(1, 1)
-
-    def step(self, action):
-        return self._observe(), self.value_net.weight.item(), False, False, {}
-
-
-@pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
-def test_a_model_of_a_gymnasium_environment_is_updated_by_its_path(cls):
-    name, ours = "env.value_net", nn.Linear(1, 1)
-    nn.init.constant_(ours.weight, 7.0)
-    schemes = {"policy": wsync.SharedMemWeightSyncScheme(), name: wsync.SharedMemWeightSyncScheme()}
-    maker = gymnasium.wrappers.TimeLimit
-    makers = [lambda: GymEnv(maker(Judged(), 9))] * (1 if cls is Collector else 2)
-    with cls(makers, policy(), frames_per_batch=16, weight_sync_schemes=schemes) as collector:
-        next(collector)
-        collector.update_policy_weights_(weights=ours, model_id=name)
-        assert next(collector)["next", "reward"].unique().tolist() == [7.0]
 
 
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])

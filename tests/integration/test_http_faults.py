@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from asgi_server import serve
-from http_engines import TOKEN, engines, refuse_next, start_engine, trainer, value
+from http_engines import TOKEN, engines, start_engine, trainer, value
 
 import wsync
 from wsync.testing import WorkerPool
@@ -77,16 +77,6 @@ def test_an_unknown_route_reads_no_body(token: str | None) -> None:
             while part := stranger.recv(1000):
                 said += part
         assert said.startswith(b"HTTP/1.1 404" if token is None else b"HTTP/1.1 401")
-
-
-def test_what_the_engine_raises_reaches_the_trainer(pool: WorkerPool) -> None:
-    with engines(pool, 2) as (workers, urls), trainer(urls) as scheme:
-        workers[0].call(refuse_next)
-        with pytest.raises(wsync.WorkerFailed, match=r"phase finish (?s:.)*Traceback(?s:.)*the engine refuses"):
-            scheme.send(fill(Small(), 2))
-        assert workers.call(value) == [("1", [1.0] * 4), ("2", [2.0] * 4)]
-        scheme.send(fill(Small(), 3))
-        assert workers.call(value) == [("3", [3.0] * 4)] * 2
 
 
 def control_threads() -> list[threading.Thread]:

@@ -1,8 +1,9 @@
 """A model id is a path in the collector, in its policy or in its environment; a miss says what there is."""
 
+import gymnasium
 import pytest
 from small_models import Scaled, scaled
-from stepping import policy
+from stepping import Quiet, policy
 
 import wsync
 from collectors import Collector, GymEnv, ModuleTransform, MultiAsyncCollector, MultiSyncCollector
@@ -14,17 +15,33 @@ def cartpole():
     return GymEnv("CartPole-v1", 2, transforms=[ModuleTransform(Scaled(), REWARD, REWARD)])
 
 
+class Judged(Quiet):
+    """Its rewards are a model's."""
+
+    def __init__(self):
+        self.value_net = Scaled()
+
+    def step(self, action):
+        return self._observe(), self.value_net.weight.item(), False, False, {}
+
+
+def judged():
+    return GymEnv(gymnasium.wrappers.TimeLimit(Judged(), 9))
+
+
 def collector_of(cls, *model_ids, make=cartpole, **options):
     schemes = {model_id: wsync.SharedMemWeightSyncScheme() for model_id in model_ids}
     return cls([make], policy(), frames_per_batch=8, weight_sync_schemes=schemes, **options)
 
 
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector, MultiAsyncCollector])
-@pytest.mark.parametrize("model_id", ["transform[0].module", "env.transform[0].module", "env.transform[-1].module"])
+@pytest.mark.parametrize(
+    "model_id", ["transform[0].module", "env.transform[0].module", "env.transform[-1].module", "env.value_net"]
+)
 def test_a_module_of_a_transform_is_updated_by_its_path(cls, model_id):
     if cls is not MultiSyncCollector and "-1" in model_id:
         model_id = "transform[-1].module"
-    with collector_of(cls, "policy", model_id) as collector:
+    with collector_of(cls, "policy", model_id, make=judged if "net" in model_id else cartpole) as collector:
         assert (next(collector)["next", "reward"] == 1).all()
         collector.update_policy_weights_(weights=scaled(3.0), model_id=model_id)
         newest = next(batch for batch in collector if (batch["next", "reward"] == 3).all())

@@ -38,6 +38,8 @@ def test_one_factory_for_each_worker(cls):
         batch = next(collector)
         assert [chosen(batch[0]), chosen(batch[1])] == [1.0, 0.0]
         assert (batch["policy_version"] == 0).all()
+        with pytest.raises(wsync.NotConnected, match="no model or weights were given"):
+            collector.update_policy_weights_()
         collector.update_policy_weights_(policy(-1.0))
         batch = next(collector)
         assert chosen(batch) == 0.0 and (batch["policy_version"] == 1).all()

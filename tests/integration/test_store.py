@@ -47,16 +47,6 @@ def wait_for(state: WorkerState, version: int) -> list[float]:
     return commands.output(state)
 
 
-def test_every_version_arrives(tmp_path: Path, pool: WorkerPool) -> None:
-    with trainer(tmp_path) as scheme, pool.group(2) as workers:
-        workers.call(read, str(tmp_path))
-        assert workers.call(commands.output) == [[1.0] * 4] * 2
-        for value in range(2, 6):
-            report = scheme.send(fill(Small(), value))
-            assert report is not None and report.version == value
-            assert workers.call(wait_for, value) == [[float(value)] * 4] * 2
-
-
 def test_a_version_that_does_not_fit_is_received_again(tmp_path: Path) -> None:
     model, receiver = nn.Linear(2, 2), wsync.StoreTransport(tmp_path)
     sender = wsync.StoreTransport(tmp_path)
@@ -184,11 +174,6 @@ def test_models_that_belong_together(tmp_path: Path) -> None:
         assert [model()[0] for model in models] == [1, 1]
         assert readers[1].pull() == 2
         assert [model()[0] for model in models] == [2, 2]
-
-
-def test_other_weights_than_the_readers_model(tmp_path: Path) -> None:
-    with trainer(tmp_path, Small(7)), pytest.raises(wsync.LayoutMismatch, match="weight"):
-        reader(tmp_path, timeout=0.2)
 
 
 @pytest.mark.slow

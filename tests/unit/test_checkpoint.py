@@ -26,13 +26,6 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_a_crash_while_saving_leaves_the_older_one(tmp_path: Path) -> None:
-    checkpoint.save(tmp_path, {"version": 1})
-    with pytest.raises(AttributeError, match="local object"):
-        checkpoint.save(tmp_path, {"version": lambda: 2})
-    assert checkpoint.load(tmp_path) == {"version": 1}
-
-
 def test_where_nothing_can_be_removed_either_it_says_that_it_could_not_be_written(tmp_path: Path) -> None:
     """As in a file system that the kernel has made read-only."""
     (tmp_path / "file").touch()

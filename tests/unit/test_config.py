@@ -129,12 +129,6 @@ def test_the_scheme_names_the_collectors_that_can_carry_it(name: str) -> None:
         assert chosen == collectors.config.BUNDLED[can[0]]
 
 
-def test_a_collector_may_be_chosen() -> None:
-    single = config("weight_sync=multiprocess", "collector=single")
-    assert (single.collector._target_, single.num_workers) == ("collectors.Collector", 1)
-    assert config("collector=multi_async").collector._target_ == "collectors.MultiAsyncCollector"
-
-
 @pytest.mark.parametrize(
     ("option", "target", "common"),
     [
@@ -273,10 +267,6 @@ def test_a_gradient_step_is_compiled_where_the_planned_steps_repay_it() -> None:
 def test_an_impossible_pair_is_refused() -> None:
     single, multi_sync = collectors.config.BUNDLED["single"], collectors.config.BUNDLED["multi_sync"]
     ray = wsync.RayWeightSyncScheme()
-    with pytest.raises(ConfigError, match="cannot carry RayWeightSyncScheme: choose collector=ray, ray_async, single"):
-        collectors.config.check(multi_sync, ray, 2)
-    with pytest.raises(ConfigError, match="cannot carry RayModuleTransformScheme: no collector can"):
-        collectors.config.check(multi_sync, wsync.RayModuleTransformScheme(), 2)
     with pytest.raises(ConfigError, match="num_workers is 1 there, not 2"):
         collectors.config.check(single, wsync.NoWeightSyncScheme(), 2)
     with pytest.raises(ConfigError, match="no scheme: name a subclass of WeightSyncScheme"):

@@ -21,10 +21,10 @@ from wsync.testing.models import fill
 
 
 @contextmanager
-def gated(model: nn.Module) -> Iterator[wsync.WeightSyncScheme]:
+def gated(model: nn.Module, name: str = "policy") -> Iterator[wsync.WeightSyncScheme]:
     """A scheme whose sender and only worker, with this model, are in this process."""
     with wsync.SharedMemWeightSyncScheme(timeout=20.0) as scheme:
-        scheme.init_in_process("policy", model)
+        scheme.init_in_process(name, model)
         yield scheme
 
 
@@ -147,3 +147,34 @@ def test_classes_are_let_go_with_their_last_model() -> None:
     del model
     gc.collect()
     assert [kind() for kind in classes] == [None] * 2
+
+
+class Pair(nn.Module):
+    """An actor and a critic; the output is one weight of each."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.actor, self.critic = (fill(nn.Linear(64, 64), value) for _ in range(2))
+
+    def forward(self) -> tuple[float, float]:
+        return self.actor.weight[0, 0].item(), self.critic.weight[0, 0].item()
+
+
+def test_no_forward_sees_one_model_new_and_the_other_old() -> None:
+    acting, ended, forwards = Pair(), threading.Event(), list[tuple[float, float]]()
+    with gated(acting.actor) as actor, gated(acting.critic, "critic") as critic:
+
+        def update() -> None:
+            for value in range(1, 300):
+                new = Pair(value)
+                wsync.synchronize({actor: new.actor, critic: new.critic})
+            ended.set()
+
+        seen = wsync.gated(acting)
+        trainer = threading.Thread(target=update)
+        trainer.start()
+        while not ended.is_set():
+            forwards.append(seen())
+        trainer.join()
+        assert seen() == (299.0, 299.0)
+    assert [pair for pair in forwards if pair[0] != pair[1]] == []

@@ -149,20 +149,6 @@ def in_parts(env: GymEnv) -> Policy:
     return make_policy(env.observation_spec["observation"], env.action_spec, (16,))
 
 
-@pytest.mark.parametrize(
-    ("env_id", "make", "steps"), [("CartPole-v1", Categorical, [30]), ("Pendulum-v1", in_parts, [10, 20])]
-)
-def test_seeds(env_id: str, make: Callable[[GymEnv], Any], steps: list[int]) -> None:
-    def run(seed: int) -> TensorDict:
-        env = GymEnv(env_id, 2)
-        rollout = Rollout(env, make(env))
-        rollout.seed(seed)
-        return collected(rollout, *steps)
-
-    assert bool((run(1) == run(1)).all())
-    assert not torch.equal(run(1)["action"], run(2)["action"])
-
-
 @pytest.mark.parametrize("env_id", ["CartPole-v1", "Acrobot-v1", "Pendulum-v1"])
 def test_log_probs_are_those_of_the_weights_that_acted(env_id: str) -> None:
     """Weights may change within a batch; what a later version would have thought of an action is another matter."""
@@ -198,10 +184,10 @@ def test_the_same_seed_gives_the_same_batch_whatever_a_policy_draws_from(draw: C
 
     rollout = Rollout(GymEnv("CartPole-v1", 2), policy)
     batches = []
-    for _ in range(2):  # the first of them probes the policy after it is seeded
-        rollout.seed(0)
+    for seed in (0, 0, 1):  # the first of them probes the policy after it is seeded
+        rollout.seed(seed)
         batches.append(collected(rollout, 20))
-    assert bool((batches[0] == batches[1]).all())
+    assert bool((batches[0] == batches[1]).all()) and not torch.equal(batches[1]["action"], batches[2]["action"])
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

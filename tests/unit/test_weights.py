@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, TensorDict
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from workers_here import connect, make_worker
 
 import wsync
@@ -180,17 +180,6 @@ def test_any_tensors_arrive(kind: Any) -> None:
                 assert all(bits(model.get_buffer(name)) == bits(value) for name, value in named.items())
 
     arrive()
-
-
-def test_data_parallel_training_sends_by_the_names_of_the_module() -> None:
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    try:
-        model, copy = nn.parallel.DistributedDataParallel(nn.Linear(2, 2)), nn.Linear(2, 2)
-        with wsync.SharedMemWeightSyncScheme() as scheme:
-            scheme.init_in_process("policy", copy, model)
-            assert torch.equal(copy.weight, model.module.weight)
-    finally:
-        distributed.destroy_process_group()
 
 
 # --- what does not fit ---
