@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -66,3 +67,44 @@ def check_calling_conventions(collector: Any, trained: Any, **others: nn.Module)
         call(policy(2.0 * action - 1.0))
         batch = next(collector)
         assert chosen(batch) == action and batch["policy_version"].unique().tolist() == [number]
+
+
+class Telling(nn.Module):
+    """Its action is 0; it writes down the version that its weight, buffer and extra state are of, and its process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.register_buffer("mark", torch.zeros(1))
+        self.note = 0
+        self.critic = nn.Linear(4, 1)
+
+    def become(self, value: int) -> Telling:
+        with torch.no_grad():
+            for tensor in (*self.parameters(), *self.buffers()):
+                tensor.fill_(value)
+        self.note = value
+        return self
+
+    def get_extra_state(self) -> int:
+        return self.note
+
+    def set_extra_state(self, state: int) -> None:
+        if state == -13:
+            raise ArithmeticError("-13 is refused")
+        self.note = state
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        size = observation.shape[:-1]
+        told = torch.tensor([self.weight.item(), self.mark.item(), self.note, os.getpid()], dtype=torch.float64)
+        return torch.zeros(size, dtype=torch.int64), told.expand(*size, 4)
+
+
+def telling() -> TensorDictModule:
+    return TensorDictModule(Telling().become(1), in_keys=["observation"], out_keys=["action", "told"])
+
+
+def update(collector: Any, value: int) -> None:
+    """Have all workers' ``Telling`` become another one."""
+    collector.policy.module.become(value)
+    collector.update_policy_weights_()

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from asgi_server import serve
-from torch import Tensor, nn
+from torch import Tensor
 
 import wsync
 from wsync.testing import WorkerPool
@@ -51,9 +51,13 @@ def value(state: WorkerState) -> tuple[str, list[float]]:
 
 
 @contextmanager
-def trainer(urls: Any, model: nn.Module | None = None, **options: Any) -> Iterator[wsync.HTTPWeightSyncScheme]:
+def trainer(
+    urls: Any, model: Any = None, model_id: str = "policy", **options: Any
+) -> Iterator[wsync.HTTPWeightSyncScheme]:
+    """A sender that is connected, of a model or a dict of weights."""
     with wsync.HTTPWeightSyncScheme(urls, **{"timeout": 30.0, "token": TOKEN, **options}) as scheme:
-        scheme.init_on_sender("policy", model=fill(Small(), 1) if model is None else model)
+        given = {"weights": model} if isinstance(model, dict) else {"model": model or fill(Small(), 1)}
+        scheme.init_on_sender(model_id, **given)
         scheme.connect()
         yield scheme
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from backends import MIB, BuiltIn, no_file_beyond
+from backends import MIB, BuiltIn
 from cells import Cell
+from full_disk import no_file_beyond
 from programs import run_program
 
 import wsync

@@ -19,11 +19,11 @@ import pytest
 import ray
 import stepping
 import torch
-from collecting import cartpole, check_calling_conventions, chosen, policy
+from collecting import cartpole, check_calling_conventions, chosen, policy, telling, update
 from ray_workers import START_TIMEOUT
 from stepping import Quiet
 from stopping import descendants, ends
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torch import nn
 
 import wsync
@@ -158,32 +158,9 @@ def test_a_killed_worker_is_named_by_the_update_and_no_other_one_is_left(family)
 # --- workers that come back ---
 
 
-class Telling(nn.Module):
-    """Writes down what its weight and its buffer are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.register_buffer("mark", torch.ones(1))
-
-    def become(self, value: int) -> None:
-        with torch.no_grad():
-            self.weight.fill_(value)
-            self.get_buffer("mark").fill_(value)
-
-    def forward(self, observation: TensorDictBase) -> TensorDictBase:
-        observation.set("told", torch.stack([self.weight[0], self.get_buffer("mark")[0]]).detach())
-        return observation.set("action", torch.tensor(0))
-
-
 def by_worker(batch) -> list[int]:
     """The processes of a synchronous batch, by worker."""
     return [int(pid) for pid in batch["observation"].flatten().unique_consecutive().tolist()]
-
-
-def update(collector, value):
-    collector.policy.become(value)
-    collector.update_policy_weights_()
 
 
 def until_both(collector, gone) -> list[int]:
@@ -197,16 +174,16 @@ def until_both(collector, gone) -> list[int]:
 
 @pytest.mark.parametrize(("family", "victims"), [("tcp", (1, 0)), pytest.param("ray", (1,), marks=pytest.mark.slow)])
 def test_a_worker_comes_back_with_the_newest_weights(family, victims):
-    with collect_with(family, trained=Telling(), env=Pids, on_worker_failure="restart") as collector:
+    with collect_with(family, trained=telling(), env=Pids, on_worker_failure="restart") as collector:
         first = by_worker(next(collector))
         for victim in victims:
             os.kill(first[victim], signal.SIGKILL)
             update(collector, 3)
             second = until_both(collector, first[victim])
             assert second[1 - victim] == first[1 - victim]
-            assert next(collector)["told"].unique().tolist() == [3]
+            assert next(collector)["told"][..., :3].unique().tolist() == [3]
             update(collector, 4 + victim)
-            assert next(collector)["told"].unique().tolist() == [4 + victim]
+            assert next(collector)["told"][..., :3].unique().tolist() == [4 + victim]
             first = second
         assert collector.failures.failed == collector.failures.restarted == dict.fromkeys(victims, 1)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
+
+from full_disk import no_file_beyond
 
 import wsync
 from wsync.testing import Session
@@ -103,14 +104,3 @@ PROCESS_BACKENDS: dict[str, type[BuiltIn]] = {
     "distributed-inline": DistributedInline,
 }
 """Those with plain processes as their workers."""
-
-
-@contextmanager
-def no_file_beyond(size: int) -> Iterator[None]:
-    """Have the kernel refuse files (memory files, too) of more than ``size`` bytes, as where there is no room."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -11,6 +11,8 @@ from backends import BuiltIn, Multiprocess
 from small_models import TwoWeights
 from tensordict import TensorDict
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import wsync
 from wsync.testing import WorkerPool, commands
@@ -130,3 +132,22 @@ def test_an_update_without_extra_state_leaves_each_worker_its_own(backend: Built
         report = session.scheme.send(fill(models[1], 5.0))
         assert report is not None and dict(report.workers) == dict.fromkeys(range(3), report.version)
         assert session.digests() == [digest(models[1])] * 3
+
+
+# --- models that cannot be carried ---
+
+
+@pytest.mark.usefixtures("group")
+def test_sharded_weights_are_refused(backend: BuiltIn) -> None:
+    """By name, before anything is sent, also after updates by the fast path."""
+    with backend.connected(1, Small, init={}) as session:
+        sharded = fill(Small(), 9)
+        fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+        for value in (2, 3):
+            session.send(value)
+        for weights in (sharded, sharded.state_dict(), TensorDict.from_module(sharded)):
+            with pytest.raises(wsync.LayoutMismatch, match=r"'weight' is a shard.*DTensor"):
+                session.scheme.send(weights)
+        assert session.outputs() == [3]
+        session.send(4)
+        assert session.outputs() == [4]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import shutil
+import subprocess
 import threading
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from asgi_server import serve
-from http_engines import engines, trainer, value
+from http_engines import TOKEN, engines, trainer, value
 from torch import Tensor
 
 import wsync
@@ -83,3 +87,76 @@ def test_no_forward_is_torn() -> None:
             stop.set()
             thread.join()
     assert not odd and target()[0] == 29
+
+
+# --- the application as others serve it: what it refuses is tested in tests/unit/test_engine.py ---
+
+
+def test_nothing_is_read_before_the_token() -> None:
+    """Also by an application of one's own, which is asked by ASGI."""
+    app = wsync.engine_app(load=list, token="right")
+    for route in ("/init_weight_transfer_engine", "/update_weights", "/get_world_size", "/nowhere"):
+        sent = list[Any]()
+
+        async def receive() -> Any:
+            raise AssertionError("the body was read")
+
+        async def send(message: Any, sent: list[Any] = sent) -> None:
+            sent.append(message)
+
+        for given_token in ([], [(b"authorization", b"Bearer wrong")], [(b"authorization", b"right")]):
+            scope = {"type": "http", "method": "POST", "path": route, "headers": given_token}
+            asyncio.run(app(scope, receive, send))
+            assert sent[-2]["status"] == 401
+
+
+def test_uvicorn_serves_it() -> None:
+    """No thread of the application is left when the server has ended."""
+    before = {*threading.enumerate()}
+    loaded = dict[str, torch.Tensor]()
+    app = wsync.engine_app(load=lambda pairs: loaded.update({n: t.clone() for n, t in pairs}), token="t")
+    with serve(app, lifespan="auto", timeout_graceful_shutdown=None) as url:
+        with wsync.HTTPWeightSyncScheme(url, token="t") as scheme:
+            model = torch.nn.Linear(1000, 1000)
+            scheme.init_on_sender("policy", model=model)
+            scheme.connect()
+            scheme.send()
+            assert torch.equal(loaded["weight"], model.weight) and app.version == "2"
+        with (
+            pytest.raises(wsync.WorkerFailed, match=r"401.*token"),
+            wsync.HTTPWeightSyncScheme(url, token="other") as scheme,
+        ):
+            scheme.init_on_sender("policy", model=Small())
+            scheme.connect()
+    for thread in {*threading.enumerate()} - before:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+# --- https ---
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A file with a self-signed certificate of 127.0.0.1, and its key."""
+    command = shutil.which("openssl") or pytest.skip("there is no openssl command")
+    made = tmp_path / "made.pem"
+    options = "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=engine -addext subjectAltName=IP:127.0.0.1"
+    subprocess.run(
+        [command, *options.split(), "-keyout", made, "-out", tmp_path / "own.pem"],
+        check=True,
+        stderr=subprocess.DEVNULL,
+    )
+    made.write_bytes(made.read_bytes() + (tmp_path / "own.pem").read_bytes())
+    return made
+
+
+def test_only_a_trusted_engine_is_sent_anything(certificate: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Small()
+    with serve(wsync.engine_app(target, token=TOKEN), ssl_certfile=certificate, ssl_keyfile=certificate) as served:
+        url = served.replace("http:", "https:")
+        with pytest.raises(wsync.SyncTimeout, match=r"(?i)certificate"), trainer(url, timeout=3.0):
+            pass
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        with trainer(url):
+            assert target()[0] == 1

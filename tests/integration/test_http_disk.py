@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
-import signal
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import http_engines
 import pytest
 import torch
 from asgi_server import serve
+from full_disk import no_file_beyond
 from safetensors.torch import load_file, save_file
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -89,13 +88,9 @@ class StockEngine:
         return float(self.weights["weight"].unique())
 
 
-@contextmanager
-def trainer(urls: list[str], folder: Path, model: Any, **options: Any) -> Iterator[wsync.HTTPWeightSyncScheme]:
-    options = {"timeout": 30.0, "transfer": "disk", "folder": folder.parent, **options}
-    with wsync.HTTPWeightSyncScheme(urls, **options) as scheme:
-        scheme.init_on_sender(folder.name, model=model)
-        scheme.connect()
-        yield scheme
+def trainer(urls: list[str], folder: Path, model: Any, **options: Any) -> Any:
+    options = {"transfer": "disk", "folder": folder.parent, "token": None, **options}
+    return http_engines.trainer(urls, model, folder.name, **options)
 
 
 def versions(folder: Path) -> list[str]:
@@ -168,15 +163,9 @@ def test_a_full_disk_leaves_the_old_version(tmp_path: Path) -> None:
     stock = StockEngine()
     with serve(stock.app) as url, trainer([url], tmp_path, fill(Small(100_000), 1)) as scheme:
         scheme.send()
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-        try:
-            with pytest.raises(wsync.WorkerFailed, match=rf"{url}: phase write(?s:.*)version 3 cannot be written to"):
-                scheme.send(fill(Small(100_000), 3))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            signal.signal(signal.SIGXFSZ, ignored)
+        said = rf"{url}: phase write(?s:.*)version 3 cannot be written to"
+        with no_file_beyond(1000), pytest.raises(wsync.WorkerFailed, match=said):
+            scheme.send(fill(Small(100_000), 3))
         assert stock.value() == 1 and versions(tmp_path) == ["v00000002"]
         scheme.send(fill(Small(100_000), 4))
         assert stock.value() == 4

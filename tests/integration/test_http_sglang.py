@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from http_engines import trainer
 from sglang_double import adapters, asked, now, plant, start_sglang, stop_sglang
 
 import wsync
@@ -19,12 +20,10 @@ from wsync.testing.models import Small, fill
 
 @contextmanager
 def fleet(pool: WorkerPool, folder: Path, count: int = 1, **options: Any) -> Iterator[tuple[Any, list[str], Any]]:
-    options = {"timeout": 30.0, "transfer": "disk", "engine": "sglang", "folder": folder, **options}
+    options = {"transfer": "disk", "engine": "sglang", "folder": folder, "token": None, **options}
     with pool.group(count) as workers:
         urls = workers.call(start_sglang)
-        with wsync.HTTPWeightSyncScheme(urls, **options) as scheme:
-            scheme.init_on_sender("policy", model=fill(Small(), 1))
-            scheme.connect()
+        with trainer(urls, **options) as scheme:
             yield workers, urls, scheme
         for worker in workers:
             if worker.reusable:
@@ -96,19 +95,23 @@ def adapter(value: float) -> dict[str, torch.Tensor]:
 
 def test_adapters_have_names_of_their_own_and_old_ones_are_unloaded(pool: WorkerPool, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    options = {"transfer": "lora", "engine": "sglang", "folder": tmp_path / "run", "model_folder": tmp_path}
+    options = {
+        "transfer": "lora",
+        "engine": "sglang",
+        "folder": tmp_path / "run",
+        "model_folder": tmp_path,
+        "token": None,
+    }
     names = set[str]()
     with pool.group(1) as workers:
         (url,) = workers.call(start_sglang)
         for _ in range(2):  # the second trainer unloads what the first one has left
-            with wsync.HTTPWeightSyncScheme(url, timeout=30.0, **options) as scheme:
+            with trainer(url, adapter(1), **options) as scheme:
 
                 def is_loaded(*versions: int, scheme: Any = scheme) -> bool:
                     name = "base_model.model.layer.lora_A.weight"
                     return workers[0].call(adapters) == {scheme.adapter_name(one): {name: one} for one in versions}
 
-                scheme.init_on_sender("policy", weights=adapter(1))
-                scheme.connect()
                 for version in range(2, 5):
                     report = scheme.send(adapter(version))
                     assert report is not None and report.bytes < 200 and is_loaded(version - 1, version)

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from collecting import telling, update
 from stepping import Quiet
 from stopping import ends
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModule
 from torch import nn
 
 import wsync
@@ -23,41 +23,6 @@ from wsync.testing.contract import resources, shared_memory_files
 
 KINDS = {"sync": MultiSyncCollector, "async": MultiAsyncCollector}
 every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-class Telling(nn.Module):
-    """Its action is 0; it writes down the version that its weight, buffer and extra state are of, and its process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(1))
-        self.register_buffer("mark", torch.zeros(1))
-        self.note = 0
-        self.critic = nn.Linear(4, 1)
-
-    def become(self, value: int) -> Telling:
-        with torch.no_grad():
-            for tensor in (*self.parameters(), *self.buffers()):
-                tensor.fill_(value)
-        self.note = value
-        return self
-
-    def get_extra_state(self) -> int:
-        return self.note
-
-    def set_extra_state(self, state: int) -> None:
-        if state == -13:
-            raise ArithmeticError("-13 is refused")
-        self.note = state
-
-    def forward(self, observation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        size = observation.shape[:-1]
-        told = torch.tensor([self.weight.item(), self.mark.item(), self.note, os.getpid()], dtype=torch.float64)
-        return torch.zeros(size, dtype=torch.int64), told.expand(*size, 4)
-
-
-def policy() -> TensorDictModule:
-    return TensorDictModule(Telling().become(1), in_keys=["observation"], out_keys=["action", "told"])
 
 
 class Still(Quiet):
@@ -98,7 +63,7 @@ def events(tmp_path: Path) -> Path:
 
 def collect(kind: str, events: Path, failure: str = "restart", **options: Any) -> Any:
     makers = [lambda: GymEnv(Still(events))] * 2
-    return KINDS[kind](makers, policy(), frames_per_batch=16, on_worker_failure=failure, **options)
+    return KINDS[kind](makers, telling(), frames_per_batch=16, on_worker_failure=failure, **options)
 
 
 def told(batch: TensorDictBase, what: str) -> set[int]:
@@ -112,11 +77,6 @@ def kill(collector: Any, worker_idx: int) -> int:
     os.kill(pid, signal.SIGKILL)
     assert ends(pid)
     return pid
-
-
-def update(collector: Any, value: int) -> None:
-    collector.policy.module.become(value)
-    collector.update_policy_weights_()
 
 
 def next_without(gone: set[int], collector: Any) -> Any:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import resource
-import signal
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from full_disk import no_file_beyond
 from programs import run_program
 from safetensors.torch import load_file
 from stores import reader, trainer
@@ -98,25 +97,22 @@ def test_a_reader_that_starts_late_or_first(tmp_path: Path, pool: WorkerPool) ->
         assert workers[0].call(wait_for, 2) == [2.0] * 4  # the trainer has gone; the versions stay
 
 
-def test_workers_of_a_new_run_do_not_begin_with_weights_of_the_old_one(tmp_path: Path, pool: WorkerPool) -> None:
-    with trainer(tmp_path) as scheme:
-        scheme.send(fill(Small(), 9))
-    with wsync.StoreWeightSyncScheme(str(tmp_path)) as scheme, pool.group(1) as workers:
-        scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
-        workers[0].start(commands.join, scheme, Small, 0, "policy")
-        scheme.connect()
-        assert workers[0].result() == 3  # it goes on counting
-        assert workers[0].call(commands.output) == [1.0] * 4
-
-
-def test_workers_of_a_new_run_without_first_weights_keep_theirs(tmp_path: Path, pool: WorkerPool) -> None:
+@pytest.mark.parametrize("first", [True, False])
+def test_workers_of_a_new_run_do_not_begin_with_weights_of_the_old_one(
+    tmp_path: Path, pool: WorkerPool, first: bool
+) -> None:
+    """They wait for its first weights, and keep their own if it has none yet."""
     with trainer(tmp_path) as scheme:
         scheme.send(fill(Small(), 9))
     with wsync.StoreWeightSyncScheme(str(tmp_path), timeout=30.0) as scheme, pool.group(1) as workers:
-        scheme.init_on_sender("policy", num_workers=1)
-        assert workers[0].call(commands.join, scheme, Small, 0, "policy") == 0
-        scheme.connect()
-        scheme.send(fill(Small(), 1))
+        scheme.init_on_sender("policy", model=fill(Small(), 1) if first else None, num_workers=1)
+        workers[0].start(commands.join, scheme, Small, 0, "policy")
+        if first:
+            scheme.connect()
+        assert workers[0].result() == (3 if first else 0)  # it goes on counting
+        if not first:
+            scheme.connect()
+            scheme.send(fill(Small(), 1))
         assert workers[0].call(wait_for, 3) == [1.0] * 4
 
 
@@ -125,15 +121,8 @@ def test_workers_of_a_new_run_without_first_weights_keep_theirs(tmp_path: Path, 
 
 def test_a_full_disk(tmp_path: Path) -> None:
     with trainer(tmp_path, model=Small(100_000)) as scheme:
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-        ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-        try:
-            with pytest.raises(wsync.WeightSyncError, match="version 2 was not stored"):
-                scheme.send()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            signal.signal(signal.SIGXFSZ, ignored)
+        with no_file_beyond(1000), pytest.raises(wsync.WeightSyncError, match="version 2 was not stored"):
+            scheme.send()
         assert newest_in(tmp_path) == 1
         assert not list(folder(tmp_path).glob("*.unfinished"))
         report = scheme.send()

@@ -238,7 +238,7 @@ def test_cartpole_is_solved(tmp_path: Path) -> None:
     assert told["frames"] < 200_000
 
 
-@pytest.mark.slow  # for SIGHUP and SIGTERM: tests/unit/test_stop.py
+@pytest.mark.slow  # for SIGHUP and SIGTERM: tests/unit/test_loop.py
 def test_ctrl_c_stops_it_cleanly(tmp_path: Path, long_path: Path) -> None:
     process = started(tmp_path, TMPDIR=str(long_path))
     os.killpg(process.pid, signal.SIGINT)
