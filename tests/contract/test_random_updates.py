@@ -15,33 +15,22 @@ from torch import nn
 import wsync
 from wsync.testing import Session, WorkerPool
 from wsync.testing.commands import WorkerState
-from wsync.testing.models import digest, scramble
+from wsync.testing.models import EveryTensorKind, digest, scramble
 
 
-class TensorsOnly(nn.Module):
-    """Tensors of every kind that is copied as bytes, and a tie; no extra state."""
+class TensorsOnly(EveryTensorKind):
+    """Without what a TensorDict, or a state dict, does not have."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
-        self.norm = nn.BatchNorm2d(4)
-        self.embed = nn.Embedding(5, 6)
-        self.decode = nn.Linear(6, 5, bias=False)
-        self.decode.weight = self.embed.weight
-        self.bfloat = nn.Parameter(torch.zeros(5, 3, dtype=torch.bfloat16))
-        self.empty = nn.Parameter(torch.zeros(0, 4))
-        self.scalar = nn.Parameter(torch.tensor(1.5))
-        self.register_buffer("mask", torch.zeros(9, dtype=torch.bool))
-
-    def forward(self) -> torch.Tensor:
-        return self.scalar
+        del self.tail, self.scratch
 
 
 def replace_tensors(state: WorkerState) -> None:
     """Other objects in the same places, and a parameter in another place."""
     model: Any = state.models["policy"]
     with wsync.gate():
-        model.norm.running_mean = torch.zeros(4)
+        model.norm.running_mean = torch.zeros(8)
         model.scalar = nn.Parameter(torch.tensor(0.0))
         model.conv.weight.data = model.conv.weight.data.clone()
 
@@ -77,21 +66,12 @@ class Trainer:
         self.scheme.send()
         self.expect_all(self.model)
 
-    def send_another_module(self) -> None:
-        other = TensorsOnly()
-        for _ in range(2):
-            self.scheme.send(self.changed(other))
-        self.expect_all(other)
-
-    def send_tensordict(self) -> None:
-        for _ in range(2):
-            self.scheme.send(TensorDict.from_module(self.changed(self.model)).data)  # pyright: ignore
-        self.expect_all(self.model)
-
-    def send_state_dict(self) -> None:
-        for _ in range(2):
-            self.scheme.send(self.changed(self.model).state_dict())
-        self.expect_all(self.model)
+    def send_in_each_form(self) -> None:
+        for form in (lambda model: model, lambda model: TensorDict.from_module(model).data, TensorsOnly.state_dict):
+            other = TensorsOnly()
+            for _ in range(2):
+                self.scheme.send(form(self.changed(other)))
+            self.expect_all(other)
 
     def send_to_one_worker(self) -> None:
         self.changed(self.model)

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import subprocess
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,10 @@ import pytest
 import torch
 from asgi_server import serve
 from http_engines import TOKEN, engines, trainer, value
-from torch import Tensor
 
 import wsync
 from wsync.testing import WorkerPool
-from wsync.testing.models import Small, fill
+from wsync.testing.models import Small, TwoReads, fill
 from wsync.transforms import Cast
 
 
@@ -42,9 +42,7 @@ def test_verify_names_what_differs() -> None:
     options: Any = {"token": None, "receive_transform": Cast("bfloat16")}
     server = ExitStack()
     url = server.enter_context(serve(wsync.engine_app(engine, **options)))
-    with server, wsync.HTTPWeightSyncScheme(url, **options) as scheme:
-        scheme.init_on_sender("policy", weights={"weight": torch.rand(4), "other": torch.rand(2)})
-        scheme.connect()
+    with server, trainer(url, {"weight": torch.rand(4), "other": torch.rand(2)}, **options) as scheme:
         scheme.send()
         (row,) = scheme.verify()
         assert (row["verified"], row["where"]) == (2, url)
@@ -63,13 +61,8 @@ def test_verify_names_what_differs() -> None:
         scheme.verify()
 
 
-class Extremes(Small):
-    def forward(self) -> Tensor:
-        return torch.stack([self.weight.min(), self.weight.max()])
-
-
 def test_no_forward_is_torn() -> None:
-    target, stop, odd = fill(Extremes(100_000), 0), threading.Event(), list[Any]()
+    target, stop, odd = fill(TwoReads(), 0), threading.Event(), list[Any]()
 
     def act() -> None:
         while not stop.is_set():
@@ -77,15 +70,18 @@ def test_no_forward_is_torn() -> None:
             if lowest != highest:
                 odd.append((lowest, highest))
 
-    thread = threading.Thread(target=act)
-    with serve(wsync.engine_app(target, token=None)) as url, trainer(url, fill(Small(100_000), 1)) as scheme:
-        thread.start()
+    with (
+        serve(wsync.engine_app(target, token=None)) as url,
+        trainer(url, fill(TwoReads(), 1), token=None) as scheme,
+        ThreadPoolExecutor(1) as executor,
+    ):
+        acting = executor.submit(act)
         try:
             for number in range(30):
-                scheme.send(fill(Small(100_000), number))
+                scheme.send(fill(TwoReads(), number))
         finally:
             stop.set()
-            thread.join()
+        acting.result()
     assert not odd and target()[0] == 29
 
 
@@ -116,18 +112,12 @@ def test_uvicorn_serves_it() -> None:
     loaded = dict[str, torch.Tensor]()
     app = wsync.engine_app(load=lambda pairs: loaded.update({n: t.clone() for n, t in pairs}), token="t")
     with serve(app, lifespan="auto", timeout_graceful_shutdown=None) as url:
-        with wsync.HTTPWeightSyncScheme(url, token="t") as scheme:
-            model = torch.nn.Linear(1000, 1000)
-            scheme.init_on_sender("policy", model=model)
-            scheme.connect()
+        model = torch.nn.Linear(1000, 1000)
+        with trainer(url, model, token="t") as scheme:
             scheme.send()
             assert torch.equal(loaded["weight"], model.weight) and app.version == "2"
-        with (
-            pytest.raises(wsync.WorkerFailed, match=r"401.*token"),
-            wsync.HTTPWeightSyncScheme(url, token="other") as scheme,
-        ):
-            scheme.init_on_sender("policy", model=Small())
-            scheme.connect()
+        with pytest.raises(wsync.WorkerFailed, match=r"401.*token"), trainer(url, token="other"):
+            pass
     for thread in {*threading.enumerate()} - before:
         thread.join(30)
         assert not thread.is_alive()

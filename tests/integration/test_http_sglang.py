@@ -95,18 +95,12 @@ def adapter(value: float) -> dict[str, torch.Tensor]:
 
 def test_adapters_have_names_of_their_own_and_old_ones_are_unloaded(pool: WorkerPool, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
-    options = {
-        "transfer": "lora",
-        "engine": "sglang",
-        "folder": tmp_path / "run",
-        "model_folder": tmp_path,
-        "token": None,
-    }
+    options = {"transfer": "lora", "engine": "sglang", "folder": tmp_path / "run", "model_folder": tmp_path}
     names = set[str]()
     with pool.group(1) as workers:
         (url,) = workers.call(start_sglang)
         for _ in range(2):  # the second trainer unloads what the first one has left
-            with trainer(url, adapter(1), **options) as scheme:
+            with trainer(url, adapter(1), token=None, **options) as scheme:
 
                 def is_loaded(*versions: int, scheme: Any = scheme) -> bool:
                     name = "base_model.model.layer.lora_A.weight"
