@@ -33,8 +33,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
 PRELOADED_MODULES.extend(["collectors.worker", "learning.config"])
 forkserver.set_forkserver_preload(PRELOADED_MODULES)  # one server starts all workers
 
-OWN_CLUSTERS = tuple(f"tests/cluster/test_{name}" for name in ("launch_ray", "ray_shutdown"))
-"""Files of tests that start their own Ray clusters."""
+OWN_CLUSTERS = "tests/cluster/test_launch_ray"
+"""The file of tests that start their own Ray clusters."""
 
 
 @pytest.fixture

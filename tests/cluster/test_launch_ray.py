@@ -1,8 +1,9 @@
-"""``scripts/launch_ray.sh``: a head, a run that joins it, and a run without the cluster's token."""
+"""Programs that have a Ray of their own: ``scripts/launch_ray.sh``, ``train.py``, and what ``ray.shutdown`` ends."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -10,13 +11,24 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
+import torch
 from stopping import left_of
+from tensordict import TensorDict
+from torch import nn
+
+import wsync
+from collectors import GymEnv, RayModuleTransform
+from collectors.distributed import RayCollector
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "scripts" / "launch_ray.sh"
 SMALL = ["num_workers=1", "total_frames=64", "frames_per_batch=32", "num_envs=2", "logger=none"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_cluster")]
 
 
 @pytest.fixture
@@ -48,7 +60,6 @@ def run(folder: Path, environment: dict[str, str]) -> subprocess.CompletedProces
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_a_run_with_the_token_joins_and_one_without_is_refused(tmp_path: Path, environment: dict[str, str]) -> None:
     done = run(tmp_path / "joined", environment)
     assert done.returncode == 0, done.stderr
@@ -62,7 +73,6 @@ def test_a_run_with_the_token_joins_and_one_without_is_refused(tmp_path: Path, e
 # --- a signal stops train.py as it stops all others, whatever Ray does with signals ---
 
 
-@pytest.mark.slow
 def test_a_signal_stops_it_cleanly(tmp_path: Path, long_path: Path) -> None:
     """SIGTERM, for which Ray installs a handler of its own in C++ unless it is prevented."""
     options = ["weight_sync=ray", "logger=none", "total_frames=100_000_000", "stop_when_solved=false", "num_workers=1"]
@@ -79,3 +89,49 @@ def test_a_signal_stops_it_cleanly(tmp_path: Path, long_path: Path) -> None:
     assert "Interrupted" in out and "Traceback" not in err
     told = json.loads((tmp_path / "summary.json").read_text())
     assert told["status"] == "interrupted" and (tmp_path / "checkpoint.pt").exists()
+
+
+# --- ray.shutdown while schemes, collectors and transforms live ---
+
+
+def actor() -> Any:
+    class Worker:
+        """A user's actor."""
+
+        def __init__(self) -> None:
+            self.policy = nn.Linear(1, 1)
+
+    return ray.remote(Worker).options(num_cpus=0).remote()
+
+
+def test_wrong_options_of_actors_leave_no_cluster() -> None:
+    with pytest.raises(ValueError, match="gpu"):
+        RayCollector([lambda: GymEnv("CartPole-v1")], frames_per_batch=8, resources={"gpu": 1})
+    assert not ray.is_initialized()
+
+
+def test_what_ray_shutdown_has_ended_says_so_and_lets_the_next_ray_be() -> None:
+    idle = RayCollector([lambda: GymEnv("CartPole-v1")], frames_per_batch=8)  # has started the cluster
+    asked = RayCollector([lambda: GymEnv("CartPole-v1")], frames_per_batch=8)
+    rewards = RayModuleTransform(nn.Identity, [("next", "reward")], [("next", "reward")])
+    env = GymEnv("CartPole-v1", transforms=[rewards])
+    scheme = wsync.RayWeightSyncScheme(timeout=60.0)
+    scheme.init_on_sender("policy", model=nn.Linear(1, 1), actors=[actor()])
+    scheme.connect()
+
+    ray.shutdown()
+    with pytest.raises(wsync.WorkerDied, match=r"worker 0 .*ray\.shutdown\(\)"):
+        next(asked)
+    with pytest.raises(wsync.NotConnected, match="cannot be reached"):
+        env.step(TensorDict({"action": torch.tensor(0)}, []))
+    with pytest.raises(wsync.NotConnected, match=r"ray\.shutdown\(\)"):
+        scheme.readmit(0)
+    with pytest.raises(wsync.WeightSyncError):
+        scheme.send()
+    assert not ray.is_initialized(), "no other Ray has been started"
+
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    for of_the_other_ray in (scheme, rewards, idle):
+        of_the_other_ray.shutdown()
+    assert ray.is_initialized()
+    ray.shutdown()

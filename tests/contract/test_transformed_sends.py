@@ -18,56 +18,6 @@ from wsync.testing.commands import WorkerState
 from wsync.testing.models import digest, nudge
 from wsync.transforms import Cast, Delta, Dequantize, Exclude, Fuse, QuantizeInt8, Rename
 
-
-class Tied(nn.Module):
-    """Two layers, and a tie."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.tied = nn.Linear(6, 6, bias=False)
-        self.tied.weight = self.one.weight
-
-
-def tied_in_bfloat16() -> Tied:
-    return Tied().bfloat16()
-
-
-def test_every_version_is_that_of_the_model_as_it_is(backend: BuiltIn) -> None:
-    model = Tied()
-
-    def expected() -> Any:
-        copy = tied_in_bfloat16()
-        copy.load_state_dict(model.state_dict())
-        return digest(copy)
-
-    with backend.connected(2, tied_in_bfloat16, init={"model": model}, send_transform=Cast("bfloat16")) as session:
-        scheme = session.scheme
-        for number in range(8):
-            for parameter in model.parameters():
-                parameter.data.normal_()
-            if number == 3:
-                model.two.weight = nn.Parameter(torch.randn(6, 6))  # another object in its place
-            if number == 5:
-                model.two.bias.data = torch.randn(12)[::2]  # other memory, other strides
-            report = scheme.send() if number % 2 else scheme.send(model)
-            assert report is not None and report.version == number + 2
-            assert session.digests() == [expected()] * 2
-        scheme.send({name: one + 1 for name, one in model.state_dict().items()})
-        scheme.send()
-        assert session.digests() == [expected()] * 2
-        model.tied.weight = nn.Parameter(torch.randn(6, 6))
-        with pytest.raises(wsync.LayoutMismatch, match="tied"):
-            scheme.send()
-        model.tied.weight = model.one.weight
-        model.two = nn.Linear(6, 7)
-        with pytest.raises(wsync.LayoutMismatch, match=r"two\.weight"):
-            scheme.send()
-        model.two = nn.Linear(6, 6)
-        scheme.send()
-        assert session.digests() == [expected()] * 2
-
-
 TO_ENGINE = (
     Fuse({f"qkv.{name}": [f"{part}.{name}" for part in "qkv"] for name in ("weight", "bias")}),
     Exclude("head.*"),
