@@ -53,9 +53,9 @@ def _be_script(
 
 
 def run_program(
-    program: Path, *options: str, folder: Path, timeout: float = 250.0, **environment: str
+    program: Path, *options: str, folder: Path, timeout: float = 250.0, status: int | None = 0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, as ``subprocess.run`` does with ``python program``.
+    """Run a program to its end, as ``subprocess.run`` does with ``python program``; another exit status is an error.
 
     What happens as an interpreter ends (``atexit``) does not happen, and what the program's own processes print does
     not come here.
@@ -65,6 +65,7 @@ def run_program(
         options: arguments of the program.
         folder: its current folder.
         timeout: seconds until it is killed, which is an error; no program takes as long.
+        status: None for any.
         environment: in addition to this process's.
     """
     command = [str(program), *options]
@@ -83,4 +84,5 @@ def run_program(
         process.join()
         done = subprocess.CompletedProcess(command, process.exitcode, *(file.read_text() for file in files))
     assert ended, f"{command} did not end in {timeout} s: {done.stdout}{done.stderr}"
+    assert status in (None, done.returncode), f"{done.returncode}: {done.stdout}{done.stderr}"
     return done

@@ -86,8 +86,7 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 checkpoint.save(Path({str(tmp_path)!r}), {{"weights": torch.zeros(2**20)}})
 """
     (short_path / "program.py").write_text(code)
-    done = run_program(short_path / "program.py", folder=short_path)
-    assert done.returncode == 1
+    done = run_program(short_path / "program.py", folder=short_path, status=1)
     assert "could not be written" in done.stderr, done.stderr
     assert (tmp_path / checkpoint.FILE).read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == [checkpoint.FILE]

@@ -28,20 +28,12 @@ from wsync.testing.models import Small, fill
 REQUIRED = inspect.Parameter.empty
 
 
-def properties(state: WorkerState, model_id: str) -> dict[str, Any]:
+def properties(state: WorkerState, model_id: str) -> tuple[Any, ...]:
     """What a receiver answers."""
     scheme = state.schemes[model_id]
-    assert isinstance(scheme.receiver_transport, wsync.TransportBackend | None)
-    return {
-        "model": scheme.model is state.models[model_id],
-        "model_id": scheme.model_id,
-        "worker_idx": scheme.worker_idx,
-        "context": scheme.context,
-        "sender_transports": scheme.sender_transports,
-        "shared_transport": scheme.shared_transport,
-        "receiver_transport": scheme.receiver_transport is not None,
-        "weights": None if scheme.weights is None else scheme.weights["weight"].tolist(),
-    }
+    assert isinstance(scheme.receiver_transport, wsync.TransportBackend) and scheme.model is state.models[model_id]
+    given = scheme.model_id, scheme.worker_idx, scheme.context, scheme.sender_transports, scheme.shared_transport
+    return *given, scheme.weights["weight"].tolist()
 
 
 def initialise_with(state: WorkerState, scheme: wsync.WeightSyncScheme, worker_idx: int) -> dict[str, Any]:
@@ -148,16 +140,7 @@ def test_properties_of_both_ends(backend: BuiltIn) -> None:
         transports = [*scheme.sender_transports.values(), scheme.shared_transport]
         assert all(isinstance(transport, wsync.TransportBackend) for transport in transports)
         for worker_idx, found in enumerate(session.workers.call(properties, "actor")):
-            assert found == {
-                "model": True,
-                "model_id": "actor",
-                "worker_idx": worker_idx,
-                "context": None,
-                "sender_transports": {},
-                "shared_transport": None,
-                "receiver_transport": True,
-                "weights": [1.0] * 4,
-            }
+            assert found == ("actor", worker_idx, None, {}, None, [1.0] * 4)
 
 
 @pytest.mark.parametrize("inplace", [True, False])

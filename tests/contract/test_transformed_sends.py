@@ -15,7 +15,7 @@ from torch import nn
 import wsync
 from wsync.testing import commands
 from wsync.testing.commands import WorkerState
-from wsync.testing.models import digest, nudge
+from wsync.testing.models import WithExtraState, digest, nudge
 from wsync.transforms import Cast, Delta, Dequantize, Exclude, Fuse, QuantizeInt8, Rename
 
 TO_ENGINE = (
@@ -126,17 +126,12 @@ def test_differences_are_exact_and_a_missed_base_gets_the_full_weights(backend: 
         assert session.digests() == [digest(model)] * 2
 
 
-class Refusing(Wide):
-    """Extra state that no worker takes while it is ``"refuse"``."""
+class Refusing(WithExtraState):
+    """Large enough for a difference to be smaller."""
 
-    state = ""
-
-    def get_extra_state(self) -> str:
-        return self.state
-
-    def set_extra_state(self, state: str) -> None:
-        if state == "refuse":
-            raise ArithmeticError(state)
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(16_384))
 
 
 def test_differences_go_on_after_an_update_that_was_refused(backend: BuiltIn) -> None:
@@ -149,7 +144,7 @@ def test_differences_go_on_after_an_update_that_was_refused(backend: BuiltIn) ->
             model.state = "refuse"
             with pytest.raises(wsync.WorkerFailed, match="ArithmeticError"):
                 send()
-            model.state = ""
+            model.state = "accepted"
             for _ in range(2):
                 nudge(model, 10)
                 scheme.send()

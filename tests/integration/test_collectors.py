@@ -9,7 +9,6 @@ import threading
 from typing import Any
 
 import gymnasium
-import numpy as np
 import pytest
 import torch
 from collecting import check_calling_conventions, chosen, policy
@@ -52,16 +51,6 @@ def test_every_calling_convention_reaches_every_worker(scheme):
         check_calling_conventions(collector, trained)
 
 
-def test_worker_ids_update_some_workers_only():
-    with multi(cat_results="stack") as collector:
-        collector.update_policy_weights_(policy(-1.0), worker_ids=np.int64(1))
-        batch = next(collector)
-        assert chosen(batch[0]) == 1.0 and chosen(batch[1]) == 0.0
-        assert batch["policy_version"][:, 0, 0].tolist() == [1, 2]
-        with pytest.raises(ValueError, match=r"unknown worker_ids \[5\]"):
-            collector.update_policy_weights_(worker_ids=[0, 5])
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_weights_dict_is_all_or_nothing(scheme):
     trained = policy()
@@ -98,21 +87,16 @@ def test_one_process_takes_every_scheme(name):
         assert chosen(next(collector)) == float(name == "none")
 
 
-def test_batches_have_the_shape_that_was_asked_for():
+def test_batches_have_the_shape_that_was_asked_for_and_are_never_written_again():
     with multi(frames_per_batch=24) as collector:
-        assert next(collector).batch_size == (2, 2, 6)
+        copy = (first := next(collector)).clone()
+        assert first.batch_size == (2, 2, 6)
+        next(collector)
+        assert (first == copy).all()
     with multi(cat_results=0, frames_per_batch=24, total_frames=48, track_policy_version=False) as collector:
         batches = list(collector)
         assert [batch.batch_size for batch in batches] == [(4, 6)] * 2
         assert batches[0].get("policy_version", None) is None
-
-
-def test_a_batch_is_never_written_again():
-    with multi() as collector:
-        first = next(collector)
-        copy = first.clone()
-        next(collector)
-        assert (first == copy).all()
 
 
 @pytest.mark.parametrize(

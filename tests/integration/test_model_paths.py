@@ -51,8 +51,6 @@ def test_a_module_of_a_transform_is_updated_by_its_path(cls, model_id):
 
 
 MISSES = [
-    ("transform[1].module", r"in its environment, transform has no \[1\]; it has \[0\]$"),
-    ("transform[0].modul", r"in its environment, transform\[0\] has no modul; it has .*\bmodule\b"),
     ("env.transform[0].modul", r"in the collector, env.transform\[0\] has no modul; it has .*\bmodule\b"),
     ("module.wait", r"in its policy, module has no wait; it has weight, bias$"),
     (

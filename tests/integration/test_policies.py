@@ -1,5 +1,6 @@
 """The policies that a collector takes: factories, bare modules, what is no policy; and schemes as they are given."""
 
+import numpy as np
 import pytest
 import torch
 from collecting import Scores, cartpole, chosen, policy
@@ -70,7 +71,9 @@ def test_weights_for_some_workers_go_to_these(scheme, on_worker_failure):
             with pytest.raises(ValueError, match="7"):
                 collector.update_policy_weights_(wrong)
         with pytest.raises(ValueError, match=r"weights for worker\(s\) \[0\] in an update of worker\(s\) \[1\]"):
-            collector.update_policy_weights_({0: policy()}, worker_ids=[1])
+            collector.update_policy_weights_({0: policy()}, worker_ids=np.int64(1))
+        with pytest.raises(ValueError, match=r"unknown worker_ids \[5\]"):
+            collector.update_policy_weights_(worker_ids=[0, 5])
         assert next(collector)["policy_version"][:, 0, 0].tolist() == [4, 5]
 
 

@@ -36,9 +36,9 @@ def environment(**more: str) -> dict[str, str]:
     return {**os.environ, **more}
 
 
-def run(folder: Path, *overrides: str, **more: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *overrides: str, status: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
     options = [*QUICK, f"hydra.run.dir={folder}", *overrides]
-    return run_program(ROOT / "train.py", *options, folder=folder, **more)
+    return run_program(ROOT / "train.py", *options, folder=folder, status=status, **more)
 
 
 def started(folder: Path, *overrides: str, cwd: Path = ROOT, **more: str) -> subprocess.Popen[str]:
@@ -67,7 +67,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]
     options = ["total_frames=1024", "seed=3", "algorithm.lr=1e-3", "env.id=gymnasium:CartPole-v1"]
     options += [f"hydra.sweep.dir={sweep}"]
     done = run(sweep, f"weight_sync={','.join(schemes)}", *options, "-m")
-    assert done.returncode == 0, done.stderr
     folders = sorted(path.parent for path in sweep.glob("*/summary.json"))
     assert [summary(folder)["weight_sync"]["scheme"] for folder in folders] == schemes
     printed = re.split(r"(?m)^\[.*\]\[HYDRA\] \t#\d : ", done.stdout)
@@ -125,7 +124,6 @@ def test_a_run_resumes_where_another_ended(runs: dict[str, tuple[Path, str]], tm
     """And one that was finished has nothing left to do."""
     first = runs["shared_mem"][0]
     done = run(tmp_path, f"resume={first}", "total_frames=1024,1536", f"hydra.sweep.dir={tmp_path}", "-m")
-    assert done.returncode == 0, done.stderr
     finished, second = sorted(path.parent for path in tmp_path.glob("*/summary.json"))
     assert (summary(finished)["frames"], rows(finished)) == (1024, rows(first))
     assert summary(finished)["verdict"].startswith("Nothing was left to do: ") and "total_frames=" in done.stdout
@@ -150,13 +148,11 @@ GPU_RUNS = (
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("options", GPU_RUNS)
 def test_a_learner_on_a_gpu(options: list[str], tmp_path: Path) -> None:
-    done = run(tmp_path, "device=cuda", "total_frames=2048", *options)
-    assert done.returncode == 0, done.stderr
+    run(tmp_path, "device=cuda", "total_frames=2048", *options)
     assert summary(tmp_path)["weight_sync"]["updates"] > 2
     for device in ("cuda", "cpu"):
         (tmp_path / device).mkdir()
-        resumed = run(tmp_path / device, f"resume={tmp_path}", f"device={device}", "total_frames=3072")
-        assert resumed.returncode == 0, resumed.stderr
+        run(tmp_path / device, f"resume={tmp_path}", f"device={device}", "total_frames=3072")
         assert summary(tmp_path / device)["frames"] >= 3072
 
 
@@ -169,9 +165,9 @@ def test_a_learner_on_a_gpu(options: list[str], tmp_path: Path) -> None:
     ],
 )
 def test_what_is_not_there_is_refused_in_one_line(override: str, said: str, tmp_path: Path) -> None:
-    refused = run(tmp_path, override)
+    refused = run(tmp_path, override, status=1)
     (line,) = refused.stderr.splitlines()
-    assert (refused.returncode, refused.stdout) == (1, "") and line.startswith(f"train.py: {override}: {said}")
+    assert refused.stdout == "" and line.startswith(f"train.py: {override}: {said}")
 
 
 def test_a_trained_policy_is_loaded(runs: dict[str, tuple[Path, str]], tmp_path: Path) -> None:
@@ -204,10 +200,9 @@ def test_a_trained_policy_plays(
 ) -> None:
     folder = runs["shared_mem"][0]
     played = run_program(ROOT / "scripts" / "evaluate.py", str(folder), "--episodes", "3", folder=tmp_path)
-    assert played.returncode == 0, played.stderr
     assert re.match(r"return [\d.,]+ ± [\d.,]+ over 3 episodes \(lowest .*\), most likely actions", played.stdout)
-    refused = run_program(ROOT / "scripts" / "evaluate.py", str(tmp_path), folder=tmp_path)
-    assert refused.returncode == 1 and "config.yaml could not be read" in refused.stderr
+    refused = run_program(ROOT / "scripts" / "evaluate.py", str(tmp_path), folder=tmp_path, status=1)
+    assert "config.yaml could not be read" in refused.stderr
     evaluate = runpy.run_path(str(ROOT / "scripts" / "evaluate.py"))["main"]
     (tmp_path / ".hydra").mkdir()
     (tmp_path / ".hydra" / "resume.yaml").write_text("a: [")
@@ -222,16 +217,14 @@ def test_a_trained_policy_plays(
 @pytest.mark.slow
 def test_other_collectors_and_actions(tmp_path: Path) -> None:
     sweep = ["collector=single,multi_async", "env=pendulum", f"hydra.sweep.dir={tmp_path}", "-m"]
-    done = run(tmp_path, "total_frames=2048", *sweep)
-    assert done.returncode == 0, done.stderr
+    run(tmp_path, "total_frames=2048", *sweep)
     told = [summary(path.parent) for path in tmp_path.glob("*/summary.json")]
     assert len(told) == 2
     assert all(one["weight_sync"]["updates"] >= 4 and one["episodes"] > 0 for one in told)
 
 
 def test_cartpole_is_solved(tmp_path: Path) -> None:
-    done = run(tmp_path, "num_envs=16", "frames_per_batch=1024", "++env.kwargs.vectorization_mode=auto")
-    assert done.returncode == 0, done.stderr
+    run(tmp_path, "num_envs=16", "frames_per_batch=1024", "++env.kwargs.vectorization_mode=auto")
     told = summary(tmp_path)
     assert (told["status"], told["solved"]) == ("solved", True)
     assert told["episode_return_mean_100"] >= 475
@@ -311,8 +304,7 @@ def test_the_report_of_a_sweep_has_the_figures_of_the_runs(runs: dict[str, tuple
 def test_a_sweep_reports_each_failed_run_in_the_terminal_and_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "failing.py").write_text(FAILING)
     sweep = ["env.id=CartPol-v1,failing:Failing-v0", f"hydra.sweep.dir={tmp_path}", "-m"]
-    done = run(tmp_path, *sweep, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
-    assert done.returncode == 1
+    done = run(tmp_path, *sweep, status=1, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     for folder, reason in (
         ("0-CartPol-v1-shared_mem-s0", "env.id=CartPol-v1"),
         ("1-Failing-v0-shared_mem-s0", "ArithmeticError: the pole"),
@@ -333,8 +325,6 @@ def test_a_link_to_the_script_finds_its_configs_and_a_runs_config_path_is_refuse
     (tmp_path / "linked.py").symlink_to(ROOT / "train.py")
     options = [*QUICK, "weight_sync=none", "total_frames=256", "hydra.run.dir=run"]
     done = run_program(tmp_path / "linked.py", *options, folder=tmp_path, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stderr
     options = ["--config-path", str(tmp_path / "run" / ".hydra"), "--config-name", "config"]
-    done = run_program(ROOT / "train.py", *options, folder=tmp_path)
-    assert done.returncode == 1
+    done = run_program(ROOT / "train.py", *options, folder=tmp_path, status=1)
     assert done.stderr.startswith("train.py: --config-path: to repeat a run") and "resume=" in done.stderr

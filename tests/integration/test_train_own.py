@@ -17,14 +17,13 @@ NORMALIZED = ("+env.normalize_observations=true", "+env.rewards=normalized")
 
 
 def train(folder: Path, *arguments: str) -> None:
-    done = run_program(ROOT / "train.py", *arguments, folder=folder, PYTHONPATH=str(ROOT))
-    assert done.returncode == 0, done.stderr
+    run_program(ROOT / "train.py", *arguments, folder=folder, PYTHONPATH=str(ROOT))
 
 
 def evaluate(folder: Path, *options: str) -> str:
     """Return what evaluate.py says of the run in `folder` / "second", a line."""
     script = ROOT / "scripts" / "evaluate.py"
-    done = run_program(script, "second", "--episodes", "1", *options, folder=folder, PYTHONPATH=str(ROOT))
+    done = run_program(script, "second", "--episodes", "1", *options, folder=folder, status=None, PYTHONPATH=str(ROOT))
     said = done.stdout + done.stderr
     assert said.count("\n") == 1
     return said
