@@ -1,4 +1,4 @@
-"""Both halves of the protocol with engines, ``Engines`` and ``engine_app``, with plain buffers."""
+"""Both halves of the protocol with engines, a trainer's and ``engine_app``, each beside an end that is not so."""
 
 from __future__ import annotations
 
@@ -7,26 +7,24 @@ import base64
 import json
 import threading
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import httpx
 import pytest
 import torch
 from asgi_server import serve
+from http_engines import TOKEN, trainer
 from torch import Tensor
 
 import wsync
-from wsync.deadlines import deadline_in
 from wsync.engine import protocol
 from wsync.engine.app import engine_app
-from wsync.engine.client import BodyTransfer, EngineClient, VersionSource
-from wsync.engine.outlet import Engines
+from wsync.engine.client import EngineClient, VersionSource
 from wsync.errors import SyncTimeout, WeightSyncError, WorkerDied, WorkerFailed
 from wsync.gate import gate
-from wsync.update import Cause, Update
+from wsync.update import Update
 from wsync.weights.layout import packed
-
-TOKEN = "a token"
 
 
 class Loaded:
@@ -42,39 +40,6 @@ class Loaded:
         self.weights = {name: tensor.clone() for name, tensor in pairs}
 
 
-class Trainer:
-    def __init__(self, urls: list[str], first: dict[str, Tensor], timeout: float = 10.0, **options: Any) -> None:
-        clients = [EngineClient(url, options.get("token", TOKEN)) for url in urls]
-        self.timeout = timeout
-        transfer = options.get("transfer", BodyTransfer)
-        self.engines = Engines(clients, transfer, options.get("pause"), lambda: self.timeout)
-        self.layout = packed(first)[0]
-        self.version, self.first, self.everyone = 0, first, [*range(len(urls))]
-
-    def __enter__(self) -> Trainer:
-        try:
-            self.engines.set_layout(self.layout)
-            self.publish(self.first)
-            self.engines.connect(None, deadline_in(self.timeout))
-        except BaseException:
-            self.engines.close(graceful=True)
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.engines.close(graceful=True)
-
-    def publish(self, weights: dict[str, Tensor], workers: list[int] | None = None, **options: Any) -> None:
-        buffer = self.engines.reserve(None)
-        buffer.pack([weights[name] for name in self.layout.names])
-        self.version += 1
-        self.engines.publish(Update(self.version, buffer, **options), self.everyone if workers is None else workers)
-
-    def send(self, weights: dict[str, Tensor]) -> dict[int, Cause]:
-        self.publish(weights)
-        return dict(self.engines.wait(self.engines.workers, self.version, "installed", deadline_in(self.timeout)))
-
-
 def weights(value: float, size: int = 1000) -> dict[str, Tensor]:
     return {"one": torch.full((size,), float(value)), "two": torch.full((3, 5), value, dtype=torch.bfloat16)}
 
@@ -85,10 +50,11 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def test_the_later_one_of_two_trainers_wins() -> None:
     loaded = Loaded()
-    with serve(loaded.app) as url, Trainer([url], weights(1)) as trainer:
-        with Trainer([url], weights(6)):
+    with serve(loaded.app) as url, trainer(url, weights(1)) as scheme:
+        with trainer(url, weights(6)):
             assert same(loaded.weights, weights(6))
-        assert "another trainer" in trainer.send(weights(7))[0].text
+        with pytest.raises(WorkerFailed, match="another trainer"):
+            scheme.send(weights(7))
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("wsync-eng")]
 
 
@@ -100,17 +66,19 @@ def test_a_disconnect_ends_every_wait() -> None:
             entered.set()
             assert go_on.wait(10)
 
-    with serve(engine_app(load=load, token=None)) as url, Trainer([url], weights(1)) as trainer:
-        thread = threading.Thread(target=lambda: (entered.wait(10), trainer.engines.disconnect(0, "disconnected")))
+    with serve(engine_app(load=load, token=None)) as url, trainer(url, weights(1), token=None) as scheme:
+        thread = threading.Thread(target=lambda: (entered.wait(10), scheme.disconnect(0)))
         thread.start()
-        assert trainer.send(weights(2)) == {0: Cause("died", "disconnected")}
+        with pytest.raises(WorkerDied, match=r"disconnect\(\)"):
+            scheme.send(weights(2))
         go_on.set()
         thread.join()
-        trainer.engines.readmit(0, None, deadline_in(10))
-    with pytest.raises(WorkerDied, match="worker 0: disconnect"):
-        trainer = Trainer(["http://127.0.0.1:9", url], weights(1), timeout=30)
-        threading.Timer(0.3, trainer.engines.disconnect, [0, "disconnected"]).start()
-        trainer.__enter__()
+        scheme.readmit(0)
+    with wsync.HTTPWeightSyncScheme(["http://127.0.0.1:9", url], timeout=30.0) as scheme:
+        scheme.init_on_sender("policy", weights=weights(1))
+        threading.Timer(0.3, scheme.disconnect, [0]).start()
+        with pytest.raises(WorkerDied, match=r"worker 0: .*disconnect\(\)"):
+            scheme.connect()
 
 
 def answering(answer: Callable[[str], Any]) -> Callable[..., Awaitable[None]]:
@@ -153,13 +121,10 @@ def test_an_answer_that_does_not_fit_is_a_failure_of_that_engine(route: str, con
         return 200, content if path == route else json.dumps(usual).encode()
 
     with serve(answering(answer)) as url:
-        trainer = Trainer([url], weights(1), timeout=1.0 if content is None else 10.0, pause="keep")
-        if kind is None:
-            with trainer:
-                assert trainer.engines.costs([0], 1)[:2] == (0.0, 0.5)
-        else:
-            with pytest.raises(kind, match=url):
-                trainer.__enter__()
+        timeout = 1.0 if content is None else 10.0
+        expected = nullcontext() if kind is None else pytest.raises(kind, match=url)
+        with expected, trainer(url, weights(1), timeout=timeout, pause="keep"):
+            pass
         begun = protocol.START in asked and kind is not None  # then it stays paused, as weights may be incomplete
         assert asked.count(protocol.PAUSE) == asked.count(protocol.RESUME) + begun
 
@@ -179,18 +144,16 @@ def test_a_transfer_of_ones_own_has_the_methods_of_vllm() -> None:
 
     asked = list[str]()
     app = answering(lambda path: (asked.append(path), (200, b'{"world_size": 2}'))[1])
-    with serve(app) as url, Trainer([url], weights(1), transfer=Own, pause="keep") as trainer:
+    with serve(app) as url, trainer(url, weights(1), transfer=Own, pause="keep") as scheme:
         assert asked[1:] == [protocol.WORLD_SIZE, protocol.INIT, protocol.PAUSE, protocol.START, protocol.UPDATE,
                              protocol.FINISH, protocol.RESUME]  # fmt: skip
-        cause = trainer.send(weights(2))[0]
-        assert cause.kind == "failed" and "the transfer fails" in cause.text and "stays paused" in cause.text
+        with pytest.raises(WorkerFailed, match=r"the transfer fails(?s:.*)stays paused"):
+            scheme.send(weights(2))
         assert asked[-1] == protocol.UPDATE
-        assert not trainer.send(weights(3)) and asked[-1] == protocol.RESUME
-        with wsync.HTTPWeightSyncScheme(url, transfer=Own) as scheme:
-            scheme.init_on_sender("policy", weights=weights(1))
-            scheme.connect()
-            with pytest.raises(WorkerFailed, match=r"applied nowhere(?s:.*)its transfer cannot prepare a version"):
-                wsync.synchronize({scheme: None})
+        scheme.send(weights(3))
+        assert asked[-1] == protocol.RESUME
+        with pytest.raises(WorkerFailed, match=r"applied nowhere(?s:.*)its transfer cannot prepare a version"):
+            wsync.synchronize({scheme: None})
 
 
 def test_an_update_of_a_dead_trainer_is_finished_before_another_is_begun() -> None:
@@ -204,7 +167,7 @@ def test_an_update_of_a_dead_trainer_is_finished_before_another_is_begun() -> No
         active = active and path != protocol.FINISH
         return 200, b'{"world_size": 1, "weight_version": "1"}'
 
-    with serve(answering(answer)) as url, Trainer([url], weights(1)):
+    with serve(answering(answer)) as url, trainer(url, weights(1)):
         assert asked[2:] == [protocol.START, protocol.FINISH, protocol.START, protocol.UPDATE, protocol.FINISH]
 
 
@@ -212,10 +175,10 @@ def test_an_engine_that_refuses_the_layout_is_not_waited_for() -> None:
     def answer(path: str) -> tuple[int, bytes]:
         return (500 if path == protocol.INIT else 200), b'{"world_size": 2, "error": {"message": "no such weight"}}'
 
-    with serve(answering(answer)) as url, wsync.HTTPWeightSyncScheme(url, transfer="wsync", timeout=200.0) as scheme:
-        scheme.init_on_sender("policy", weights=weights(1))
-        with pytest.raises(WorkerFailed, match=f"{url}: phase init .*answered 500: no such weight"):
-            scheme.connect()
+    with serve(answering(answer)) as url:
+        expected = pytest.raises(WorkerFailed, match=f"{url}: phase init .*answered 500: no such weight")
+        with expected, trainer(url, weights(1), transfer="wsync", timeout=200.0):
+            pass
 
 
 @pytest.mark.parametrize("silent", [protocol.PAUSE, protocol.UPDATE])
@@ -228,11 +191,12 @@ def test_an_engine_that_is_dead_is_named_while_a_request_waits(silent: str) -> N
             return 503, b""
         return 200, None if dead and path == silent else b'{"world_size": 1, "weight_version": "1"}'
 
-    with serve(answering(answer)) as url, Trainer([url], weights(1), pause="keep", timeout=60.0) as trainer:
+    with serve(answering(answer)) as url, trainer(url, weights(1), pause="keep", timeout=60.0) as scheme:
         dead = True
-        cause = trainer.send(weights(2))[0]
-        assert cause.kind == "died" and f"{url}: phase {silent.split('_')[0][1:]}: the engine has died" in cause.text
-        assert "503" in cause.text and not trainer.engines.workers
+        phase = silent.split("_")[0][1:]
+        with pytest.raises(WorkerDied, match=rf"{url}: phase {phase}: the engine has died(?s:.*)503"):
+            scheme.send(weights(2))
+        assert scheme.ledger()[0]["state"] == "dead"
 
 
 def test_the_source_is_one_of_vllm_before_and_after_its_change() -> None:
@@ -249,9 +213,7 @@ def test_vllm_is_never_updated_without_a_pause_nor_sent_what_a_checkpoint_lacks(
     model, loaded = torch.nn.Linear(2, 2), Loaded(token=None)
     model.register_buffer("inv_freq", torch.ones(2), persistent=False)
     model.register_buffer("kept", torch.ones(2))
-    with serve(loaded.app) as url, wsync.HTTPWeightSyncScheme(url) as scheme:
-        scheme.init_on_sender("policy", model=model)
-        scheme.connect()
+    with serve(loaded.app) as url, trainer(url, model, token=None) as scheme:
         scheme.send()
         assert loaded.weights.keys() == {"weight", "bias", "kept"} and loaded.app.version == "2"
 
@@ -305,8 +267,12 @@ def test_requests_that_are_refused(engine: Any, route: str, sent: dict[str, Any]
 
 
 def test_an_engine_that_cannot_pause_says_so() -> None:
-    with serve(engine_app(load=list, token=None)) as url, pytest.raises(WorkerFailed, match=r"phase pause .* 404"):
-        Trainer([url], weights(1), pause="keep").__enter__()
+    with (
+        serve(engine_app(load=list, token=None)) as url,
+        pytest.raises(WorkerFailed, match=r"phase pause .* 404"),
+        trainer(url, weights(1), pause="keep", token=None),
+    ):
+        pass
 
 
 def test_an_engine_whose_load_has_failed_half_way_is_not_used_until_a_version_is_loaded() -> None:
@@ -317,13 +283,14 @@ def test_an_engine_whose_load_has_failed_half_way_is_not_used_until_a_version_is
             if fails:
                 raise ArithmeticError("no memory")
 
-    with serve(engine_app(load=load, token=None)) as url, Trainer([url], weights(1)) as trainer:
+    with serve(engine_app(load=load, token=None)) as url, trainer(url, weights(1), token=None) as scheme:
         fails = True
         for value in (2, 3):
-            assert "no memory" in trainer.send(weights(value))[0].text
+            with pytest.raises(WorkerFailed, match="no memory"):
+                scheme.send(weights(value))
             with pytest.raises(WeightSyncError, match="this engine may have weights of two versions"), gate():
                 pass
         fails = False
-        assert not trainer.send(weights(4))
+        scheme.send(weights(4))
         with gate():
             pass
