@@ -86,3 +86,13 @@ def run_program(
     assert ended, f"{command} did not end in {timeout} s: {done.stdout}{done.stderr}"
     assert status in (None, done.returncode), f"{done.returncode}: {done.stdout}{done.stderr}"
     return done
+
+
+def run_python(
+    *command: str | Path, folder: Path, timeout: float = 250.0, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run Python, an interpreter of its own, in this folder; the environment is in addition to this process's."""
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False, cwd=folder, timeout=timeout,
+        env={**os.environ, **environment},
+    )  # fmt: skip

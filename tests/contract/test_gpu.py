@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from backends import BuiltIn, Cuda, DistributedNccl
+from backends import Cuda, DistributedNccl
 from rpc_workers import RpcNccl
 from torch import Tensor, nn
 
@@ -27,7 +27,7 @@ def on_gpu() -> Small:
     return Small().cuda()
 
 
-def test_updates_between_gpus(backend: BuiltIn) -> None:
+def test_updates_between_gpus(backend: BackendHooks) -> None:
     with backend.connected(make=on_gpu) as session:
         for value in (2.0, 3.0):
             session.send(value)
@@ -38,10 +38,7 @@ class OnOneGpu(BackendHooks):
     """More tests of backends that keep weights on GPUs."""
 
     def test_models_on_the_gpu(self) -> None:
-        with self.connected(make=on_gpu) as session:
-            for value in (2.0, 3.0, 4.0, 5.0):
-                session.send(value)
-                assert session.outputs() == [value] * len(session.workers)
+        test_updates_between_gpus(self)
 
 
 class TestCuda(Cuda, OnOneGpu, BackendContract):

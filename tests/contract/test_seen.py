@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from urllib.request import urlopen
 import pytest
 import torch
 from backends import BuiltIn, SharedMemoryPublished
+from programs import run_python
 from small_models import linear, make_engine, make_trained
 from torch import nn
 
@@ -120,8 +120,7 @@ def test_two_runs_in_one_store_are_seen(tmp_path: Path) -> None:
 
 
 def status(source: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "wsync", "status", str(source)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return run_python("-m", "wsync", "status", str(source), folder=Path())
 
 
 def test_the_rows_are_served_and_shown(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_python
 from torch import nn
 
 import wsync
@@ -62,10 +62,7 @@ if __name__ == "__main__":
 def run_loop(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     script = tmp_path / "loop.py"
     script.write_text(LOOP, encoding="utf-8")
-    return subprocess.run(
-        [sys.executable, script, *arguments], capture_output=True, text=True, timeout=250, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    return run_python(script, *arguments, folder=tmp_path, PYTHONPATH=str(ROOT))
 
 
 @pytest.mark.parametrize("name", ["shared_mem", pytest.param("distributed", marks=pytest.mark.slow)])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from programs import run_python
 
 ATTACKS = Path(__file__).parents[1] / "attacks.py"
 NO_NETWORK = 77
@@ -24,9 +23,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 @pytest.mark.timeout(400)
 def test_another_users_process_gets_no_weights() -> None:
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(ATTACKS)]
-    done = subprocess.run(
-        [sys.executable, "-c", IN_OWN_NETWORK, *command], capture_output=True, text=True, timeout=390, check=False
-    )
+    done = run_python("-c", IN_OWN_NETWORK, *command, folder=ATTACKS.parents[1], timeout=390)
     if done.returncode == NO_NETWORK:
         pytest.skip("this user may not make a network of its own")
     assert done.returncode == 0, done.stdout + done.stderr

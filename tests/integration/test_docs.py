@@ -1,16 +1,13 @@
 """The files that ``docs/backends.md`` and ``docs/unlike_ends.md`` show run as they stand there."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from programs import run_program
+from programs import run_program, run_python
 
 import wsync
 
@@ -35,16 +32,6 @@ def folder(tmp_path: Path) -> Path:
     for name, content in FILES.items():
         (tmp_path / name).write_text(content, encoding="utf-8")
     return tmp_path
-
-
-def run(folder: Path, *command: str) -> str:
-    """Run Python in ``folder``; return what it prints."""
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=600, check=False,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{folder}"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 SLOW = ("run_files.py",)  # the README's first program does the same with another backend
@@ -77,8 +64,9 @@ def test_the_backends_of_the_page_and_the_example_pass_the_contract_outside_the_
     shutil.copy(ROOT / "examples" / "custom_backend.py", folder / "my_backend.py")
     files = ["test_file_backend.py", "test_sockets.py", "test_queues.py", "my_backend.py"]
     options = ("-v", "-p", "no:cacheprovider", "--strict-markers", "--rootdir", str(folder))
-    printed = run(folder, "-m", "pytest", *options, *files)
-    assert all(f"{file}::" in printed for file in files) and "passed" in printed
+    done = run_python("-m", "pytest", *options, *files, folder=folder, timeout=600, PYTHONPATH=f"{ROOT}:{folder}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(f"{file}::" in done.stdout for file in files) and "passed" in done.stdout
 
 
 def train(folder: Path, *options: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 from check_cuts import CABLE, HERE, INSIDE, NAME, run
 from listening import LOOPBACK, listening
+from programs import run_python
 from torch import nn
 
 import wsync
@@ -26,11 +27,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 def test_torchrun() -> None:
     """Connect by torchrun's store and by that of an initialised default group."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"),
-        str(Path(__file__).parent / "torchrun_sync.py"),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3")
+    done = run_python(*torchrun, Path(__file__).parent / "torchrun_sync.py", folder=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     for where in ("in the agent's store", "in the default group's"):
         assert done.stdout.count(where) == 3

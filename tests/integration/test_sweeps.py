@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from programs import run_program
+from programs import run_program, run_python
 from stopping import left_of
 
 from learning.summary import objective_of, summary_without_frames
@@ -64,10 +65,7 @@ def test_a_launcher_runs_jobs_and_the_sweep_is_reported(
 ) -> None:
     pytest.importorskip(f"hydra_plugins.hydra_{plugin}_launcher", reason=f"needs pip install {package}")
     sweep = ["seed=0,1", f"hydra.sweep.dir={tmp_path}/sweep", "-m"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *SHORT, *settings, *sweep],
-        capture_output=True, text=True, timeout=380, cwd=tmp_path, check=False,
-    )  # fmt: skip
+    done = run_python(ROOT / "train.py", *SHORT, *settings, *sweep, folder=tmp_path, timeout=380)
     assert done.returncode == 0, done.stderr
     told = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("sweep/*/summary.json"))]
     assert [(one["seed"], one["status"]) for one in told] == [(0, "finished"), (1, "finished")]
@@ -108,3 +106,45 @@ def test_optuna_is_given_the_objective(tmp_path: Path) -> None:
     returns = [one["episode_return_mean_100"] for one in told]
     assert len(returns) == 2
     assert f"best_value: {max(returns)}" in (tmp_path / "sweep" / "optimization_results.yaml").read_text()
+
+
+# --- the launchers of scripts, and what shadows modules ---
+
+
+def test_the_slurm_launcher_names_its_extra(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')  # without installed packages
+    python.chmod(0o755)
+    done = subprocess.run(
+        [ROOT / "scripts" / "launch_slurm.sh", "seed=0,1"], env={**os.environ, "PYTHON": str(python)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1 and "pip install -e '.[slurm]'" in done.stderr
+
+
+COLLECTS = """
+import multiprocessing
+from collectors import GymEnv, MultiSyncCollector
+if __name__ == "__main__":
+    with MultiSyncCollector([lambda: GymEnv("CartPole-v1")], frames_per_batch=16) as collector:
+        next(collector)
+    look = ("import os; os._exit('PYTHONSAFEPATH' in os.environ)",)  # in another child of the same server
+    other = multiprocessing.get_context("forkserver").Process(target=exec, args=look)
+    other.start()
+    other.join()
+    assert other.exitcode == 0
+"""
+
+
+@pytest.mark.parametrize("program", ["train.py", "collects.py"])
+def test_files_of_the_current_folder_do_not_shadow_modules_in_workers(program: str, tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    for name in ("learning", "queue", "random", "types"):
+        (here / f"{name}.py").write_text("import os; os._exit(9)")
+    (tmp_path / "collects.py").write_text(COLLECTS)
+    command: list[Any] = [tmp_path / program]
+    if program == "train.py":
+        command = [ROOT / program, "logger=none", "total_frames=512", "frames_per_batch=512"]
+    done = run_python(*command, folder=here, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr

@@ -9,13 +9,12 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import run_python
 from tensordict.nn import TensorDictModule
 from torch import nn
 
@@ -38,10 +37,7 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     library, pattern = EXAMPLES[name]
     pytest.importorskip(library, reason=f"needs {library}: make libraries", exc_type=ImportError)
     program = ROOT / "examples" / "libraries" / f"{name}.py"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
-    )
+    done = run_python(program, folder=tmp_path, timeout=1000, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stdout + done.stderr
     found = [int(version) for version in re.findall(pattern, done.stdout)]
     assert len(found) >= 3 and found == sorted(found), done.stdout

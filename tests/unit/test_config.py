@@ -93,13 +93,7 @@ def test_every_registered_backend_is_an_option_with_the_arguments_of_its_scheme(
     assert type(scheme) is SCHEMES[name]
     given = {field.name for field in fields(chosen.weight_sync)} - {"_target_"}
     assert given <= set(inspect.signature(SCHEMES[name]).parameters)
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_scheme_has_the_same_options_from_its_config_as_from_its_class(name: str) -> None:
-    given = required(name)
-    built = instantiate(config_of(TARGETS[name])(**given))
-    made = SCHEMES[name](**given)
+    built, made = instantiate(config_of(TARGETS[name])(**required(name))), SCHEMES[name](**required(name))
     for option in inspect.signature(SCHEMES[name]).parameters:
         of_both = [getattr(scheme, option, None) for scheme in (built, made)]
         assert str(of_both[0]) == str(of_both[1]), option  # strategies are objects

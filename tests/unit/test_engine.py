@@ -104,10 +104,8 @@ def answering(answer: Callable[[str], Any]) -> Callable[..., Awaitable[None]]:
     ("route", "content", "kind"),
     [
         (protocol.WORLD_SIZE, b"[]", WorkerFailed),
-        (protocol.INIT, b"<html>welcome</html>", WorkerFailed),
         (protocol.INIT, None, SyncTimeout),
         (protocol.FINISH, b"null", WorkerFailed),
-        (protocol.FINISH, b'{"weight_version": "7"}', WorkerFailed),
         (protocol.FINISH, b'{"weight_version": "1", "apply_seconds": "?"}', WorkerFailed),
         ("", b"", None),
     ],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 import setuptools
 from packaging.requirements import Requirement
+from programs import run_python
 
 import wsync
 
@@ -45,15 +44,8 @@ for call in (lambda: wsync.RayWeightSyncScheme().init_on_sender("policy"), lambd
 """
 
 
-def run(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"}
-    return subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, check=False, cwd=folder, env=environment
-    )
-
-
 def test_what_is_missing_names_its_extra(tmp_path: Path) -> None:
-    done = run("-c", PROGRAM, folder=tmp_path)
+    done = run_python("-c", PROGRAM, folder=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert done.stdout.splitlines() == [
         "imported: []",
         "hydra is not installed: pip install -e '.[train]' in a clone of wsync",
