@@ -58,16 +58,16 @@ def started(kind, scheme, fails_at=None):
     return process, mine
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "options"),
-    [
-        (Newest, "shared_mem", {}),
-        (Newest, "multiprocess", {"strategy": "state_dict"}),
-        (Newest, "distributed", {}),
-        (Cascade, "multiprocess", {}),
-        (Cascade, "distributed", {"shared_memory": False}),
-    ],
-)
+CASES = [
+    (Newest, "shared_mem", {}),
+    (Newest, "multiprocess", {"strategy": "state_dict"}),
+    (Newest, "distributed", {}),
+    (Cascade, "multiprocess", {}),
+    (Cascade, "distributed", {"shared_memory": False}),
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "options"), CASES)
 def test_each_installed_update_is_passed_on_before_it_is_acknowledged(kind, name, options):
     with wsync.WeightSyncScheme.from_backend(name, **options) as scheme:
         process, mine = started(kind, scheme)
@@ -81,15 +81,9 @@ def test_each_installed_update_is_passed_on_before_it_is_acknowledged(kind, name
     assert process.exitcode == 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "options", "method"),
-    [
-        (Newest, "shared_mem", {}, "update_policy_weights_"),
-        (Cascade, "multiprocess", {}, "cascade_weights"),
-        (Cascade, "distributed", {"shared_memory": False}, "cascade_weights"),
-    ],
-)
-def test_an_update_that_cannot_be_passed_on_is_an_error_of_the_send(kind, name, options, method):
+@pytest.mark.parametrize(("kind", "name", "options"), [CASES[0], *CASES[3:]])
+def test_an_update_that_cannot_be_passed_on_is_an_error_of_the_send(kind, name, options):
+    method = "cascade_weights" if kind is Cascade else "update_policy_weights_"
     with wsync.WeightSyncScheme.from_backend(name, **options) as scheme:
         process, mine = started(kind, scheme, fails_at=2.0)
         scheme.connect()

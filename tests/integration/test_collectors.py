@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium
 import pytest
 import torch
-from collecting import check_calling_conventions, chosen, policy
+from collecting import Scores, check_calling_conventions, chosen, policy
 from stepping import Quiet
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -20,7 +20,6 @@ import collectors
 import wsync
 from collectors import BaseCollector, Collector, GymEnv, MultiAsyncCollector, MultiCollector, MultiSyncCollector
 from collectors.distributed import DistributedCollector, RayCollector, RPCCollector
-from learning import make_policy
 
 SCHEMES = ["shared_mem", "multiprocess"]
 SCORED = ["action", "action_log_prob"]
@@ -266,15 +265,6 @@ EVERYWHERE = {
 }
 
 
-def make_env() -> GymEnv:
-    return GymEnv("CartPole-v1")
-
-
-def network() -> nn.Module:
-    env = make_env()
-    return make_policy(env.observation_spec["observation"].shape[-1], env.action_spec)
-
-
 def test_statistics_of_each_worker_are_refused_unless_they_are_fixed() -> None:
     def normalized(fixed: bool) -> GymEnv:
         env = gymnasium.wrappers.NormalizeObservation(gymnasium.make("CartPole-v1"))
@@ -282,8 +272,8 @@ def test_statistics_of_each_worker_are_refused_unless_they_are_fixed() -> None:
         return GymEnv(gymnasium.wrappers.TimeLimit(env, 9))
 
     with pytest.raises(wsync.WorkerFailed, match="NormalizeObservation has statistics of its own"):
-        MultiSyncCollector([lambda: normalized(False)], network(), frames_per_batch=16)
-    with MultiSyncCollector([lambda: normalized(True)], network(), frames_per_batch=16) as collector:
+        MultiSyncCollector([lambda: normalized(False)], policy(), frames_per_batch=16)
+    with MultiSyncCollector([lambda: normalized(True)], policy(), frames_per_batch=16) as collector:
         assert next(collector).numel() == 16
 
 
@@ -292,15 +282,15 @@ def test_statistics_of_each_worker_are_refused_unless_they_are_fixed() -> None:
 
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
 def test_an_update_returns_its_report(cls: Any) -> None:
-    policy = network()
+    trained = Scores()
     schemes = {"policy": wsync.SharedMemWeightSyncScheme(), "mean": wsync.SharedMemWeightSyncScheme()}
-    policy.mean = nn.Linear(4, 1)  # pyright: ignore[reportArgumentType]
-    with cls([make_env], policy, frames_per_batch=16, weight_sync_schemes=schemes) as collector:
+    trained.mean = nn.Linear(4, 1)
+    with cls([cartpole()], trained, frames_per_batch=16, weight_sync_schemes=schemes) as collector:
         report = collector.update_policy_weights_()
         assert isinstance(report, wsync.SyncReport)
         assert (report.version, dict(report.workers)) == (2, {0: 2}) and report.seconds > 0
         assert report == schemes["policy"].metrics.last
-        both = collector.update_policy_weights_(weights_dict={"policy": policy, "mean": policy.mean})
+        both = collector.update_policy_weights_(weights_dict={"policy": trained, "mean": trained.mean})
         assert {name: one.version for name, one in both.items()} == {"policy": 3, "mean": 2}
 
 
@@ -333,8 +323,8 @@ class OfOneSize(MultiSyncCollector):
 
 @pytest.mark.slow
 def test_subclasses_of_users() -> None:
-    with Own([make_env], frames_per_batch=16, colour="blue") as collector:
+    with Own([cartpole()], frames_per_batch=16, colour="blue") as collector:
         assert collector.colour == "blue"
-    with OfOneSize([make_env]) as collector:
+    with OfOneSize([cartpole()]) as collector:
         assert next(collector).numel() == 16
     assert "colour" in inspect.signature(Own).parameters

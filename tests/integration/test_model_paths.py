@@ -1,12 +1,16 @@
 """A model id is a path in the collector, in its policy or in its environment; a miss says what there is."""
 
+from types import SimpleNamespace
+
 import gymnasium
 import pytest
 from small_models import Scaled, scaled
 from stepping import Quiet, policy
+from torch import nn
 
 import wsync
 from collectors import Collector, GymEnv, ModuleTransform, MultiAsyncCollector, MultiSyncCollector
+from wsync import find_model
 
 REWARD = [("next", "reward")]
 
@@ -66,3 +70,49 @@ def test_a_miss_says_what_there_is_at_that_level(model_id, said):
     with pytest.raises(LookupError, match=said) as missed:
         collector_of(Collector, model_id)
     assert "Namespace" not in str(missed.value)
+
+
+# --- the path alone ---
+
+
+NET = nn.Linear(1, 1)
+CONTEXT = SimpleNamespace(
+    policy=NET, env=SimpleNamespace(value_net=NET, made=3), transform=[SimpleNamespace(module=NET)], models={"a-b": NET}
+)
+
+
+@pytest.mark.parametrize(
+    "path", ["policy", "env.value_net", "transform[0].module", "transform[-1].module", "models['a-b']"]
+)
+def test_a_path_leads_to_a_model(path):
+    assert find_model(CONTEXT, path) is NET
+
+
+@pytest.mark.parametrize(
+    ("path", "error", "message"),
+    [
+        ("polcy", LookupError, "the context has no polcy; it has env, models, policy, transform$"),
+        ("env.critic", LookupError, "env has no critic; it has made, value_net$"),
+        ("transform[3].module", LookupError, r"transform has no \[3\]; it has \[0\]$"),
+        ("transform[0].modul", LookupError, r"transform\[0\] has no modul; it has module$"),
+        ("policy[0]", LookupError, r"policy has no \[0\]; it has weight, bias$"),
+        ("models['b']", LookupError, r"models has no \['b'\]; it has \['a-b'\]$"),
+        ("env.made[0]", LookupError, r"env.made has no \[0\]; it has nothing$"),
+        ("env.made", TypeError, "is a int"),
+        ("env..made", ValueError, "is not a path"),
+        ("", TypeError, "SimpleNamespace"),
+    ],
+)
+def test_the_error_of_a_wrong_path_names_the_first_wrong_part(path, error, message):
+    with pytest.raises(error, match=message):
+        find_model(CONTEXT, path)
+
+
+def test_a_context_may_have_get_model():
+    class Shelf:
+        def get_model(self, model_id):
+            return {"critic": NET}[model_id]
+
+    assert find_model(Shelf(), "critic") is NET
+    with pytest.raises(LookupError):
+        find_model(Shelf(), "actor")

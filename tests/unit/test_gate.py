@@ -86,20 +86,10 @@ def test_what_would_run_after_the_gate_was_left_is_refused(function: Callable[[]
         wsync.gated(function)
 
 
-def test_a_gated_function_runs_inside_and_keeps_its_name() -> None:
-    model = fill(nn.Linear(2, 1), 0)
-    with gated(model) as scheme:
-
-        @wsync.gated
-        def act(observation: int, *, scale: int = 2) -> tuple[int, float]:
-            """Act."""
-            trainer = sending(scheme, fill(nn.Linear(2, 1), 1))
-            trainer.join(0.1)
-            assert trainer.is_alive()
-            return observation * scale, model(torch.ones(2)).item()
-
-        assert act(3, scale=4) == (12, 0)
-        assert (act.__name__, act.__doc__) == ("act", "Act.")
+def test_a_gated_function_keeps_its_name_and_arguments() -> None:
+    act = wsync.gated(sending)
+    assert (act.__name__, act.__doc__) == ("sending", "A thread that sends.")
+    assert wsync.gated(lambda observation, *, scale=2: observation * scale)(3, scale=4) == 12
 
 
 def test_copies_are_ungated_and_of_the_original_class() -> None:
