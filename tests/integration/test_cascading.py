@@ -8,14 +8,13 @@ import pytest
 from torch import nn
 
 import wsync
+from wsync.testing.models import fill
 
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def linear(value: float) -> nn.Linear:
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, value)
-    return model
+    return fill(nn.Linear(1, 1, bias=False), value)
 
 
 class Relay:

@@ -46,11 +46,8 @@ def test_a_program_runs(folder: Path, name: str) -> None:
     assert done.stdout != ""
 
 
-def test_the_programs_are_found() -> None:
+def test_the_programs_are_found_and_the_page_names_the_private_attributes_of_a_scheme() -> None:
     assert len(PROGRAMS) == 4 and {*SLOW} <= {*PROGRAMS}
-
-
-def test_the_page_names_the_private_attributes_of_a_scheme() -> None:
     (named,) = re.findall(r"(`_.*`) are taken", PAGE)
     taken = {name for name in vars(wsync.NoWeightSyncScheme()) if name.startswith("_")}
     assert set(re.findall(r"`(\w+)`", named)) == taken

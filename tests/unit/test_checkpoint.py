@@ -18,6 +18,8 @@ STATE = {
 
 
 def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"checkpoint\.pt is missing"):
+        checkpoint.load(tmp_path)
     checkpoint.save(tmp_path, {"old": 1})
     path = checkpoint.save(tmp_path, STATE)
     state = checkpoint.load(tmp_path)
@@ -66,9 +68,4 @@ def test_a_foreign_file_is_refused_and_not_executed(tmp_path: Path, monkeypatch:
 def test_another_programs_file_is_refused(tmp_path: Path, content: object) -> None:
     torch.save(content, tmp_path / checkpoint.FILE)
     with pytest.raises(CheckpointError, match=r"is not a checkpoint of train\.py"):
-        checkpoint.load(tmp_path)
-
-
-def test_none_at_all(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"checkpoint\.pt is missing"):
         checkpoint.load(tmp_path)
