@@ -6,7 +6,6 @@ import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,25 +21,21 @@ from learning.normalization import ObservationNormalizer, normalized
 
 
 class Network(nn.Module):
-    """A trunk, which maps normalised observations to features ``[*B, F]``, and a head, which maps these to outputs.
+    """A normalizer of observations, a trunk, which maps them to features ``[*B, F]``, and a head for the outputs.
 
     Several networks may share one trunk.
     """
 
     def __init__(self, trunk: nn.Module, head: nn.Module, normalizer: ObservationNormalizer | None = None) -> None:
         super().__init__()
-        self.trunk, self.head, self.normalizer = trunk, head, normalizer
-
-    def normalized(self, observation: Observation) -> Observation:
-        """Return the observations as the trunk gets them."""
-        return observation if self.normalizer is None else self.normalizer(observation)
+        self.normalizer = normalizer or nn.Identity()
+        self.trunk, self.head = trunk, head
 
     def features(self, observation: Observation) -> Tensor:
         """Return the features, which networks with the same trunk and normalizer share."""
-        return self.trunk(self.normalized(observation))
+        return self.trunk(self.normalizer(observation))
 
     def forward(self, observation: Observation) -> Tensor:
-        """Return the outputs."""
         return self.head(self.features(observation))
 
 
@@ -50,18 +45,16 @@ def operations(module: nn.Module) -> list[tuple[Callable[..., Any], tuple[Tensor
     To look a tensor up, or to call a module, takes as long as a small layer: a worker looks up once in a batch.
     Versions are installed into the same tensors. A module with hooks, or of any other class, is one function.
     """
-    kind, parts = type(module), [*module.children()]
+    kind = type(module)
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
         return [(module, ())]
     if isinstance(module, nn.Linear) and kind is nn.Linear:
         return [(functional.linear, (module.weight, module.bias))]
     if isinstance(module, ObservationNormalizer) and kind is ObservationNormalizer and module.paths == [()]:
         return [(normalized, (module.moments[0].mean, module.moments[0].scale))]
-    if isinstance(module, Network) and kind is Network:
-        parts = [part for part in (module.normalizer, module.trunk, module.head) if part is not None]
-    elif kind not in (MLP, nn.Sequential):
+    if kind not in (Network, MLP, nn.Sequential, nn.Identity):
         return [(module, ())]
-    return [one for part in parts for one in operations(part)]
+    return [one for part in module._modules.values() if part is not None for one in operations(part)]
 
 
 class Policy(SampledPolicy):
@@ -86,10 +79,9 @@ class Policy(SampledPolicy):
     @override
     def prepare(self) -> Act:
         own = inspect.unwrap(type(self).distribution_parameters) is not Policy.distribution_parameters
-        if own or vars(self).keys() & {"distribution_parameters", "to_parameters", "choose"}:  # of yours
+        if own or "distribution_parameters" in vars(self):  # of yours
             return super().prepare()
-        chain = operations(self.network)
-        to_parameters, choose = (partial(one, self) for one in (type(self).to_parameters, type(self).choose))
+        chain, to_parameters, choose = operations(self.network), self.to_parameters, self.choose
 
         def act(observation: Observation, noise: Tensor | None) -> tuple[Tensor, Tensor]:
             output = observation
@@ -237,7 +229,6 @@ class Critic(nn.Module):
         self.network = network
 
     def forward(self, observation: Observation) -> Tensor:
-        """Return the value of each observation."""
         return self.network(observation).squeeze(-1)
 
 

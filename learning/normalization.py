@@ -37,7 +37,6 @@ class Moments(nn.Module):
 
     @torch.no_grad()
     def update(self, rows: Tensor) -> None:
-        """Take `rows` into account."""
         rows, before, n = rows.double(), self.count.item(), len(rows)
         if n == 0:
             return
@@ -62,7 +61,6 @@ class ObservationNormalizer(nn.Module):
         self.moments: Any = nn.ModuleList(Moments(*shape) for shape in measured.values())
 
     def forward(self, observation: Observation) -> Observation:
-        """Return normalised observations."""
         if not isinstance(observation, TensorDictBase):
             return normalized(observation, self.moments[0].mean, self.moments[0].scale) if self.paths else observation
         result = observation.copy()

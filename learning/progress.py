@@ -6,18 +6,14 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from tensordict import TensorDictBase
 
-from collectors.batches import frames_of
+from collectors.batches import Staleness, frames_of
+from wsync import SyncMetrics, SyncReport
 from wsync.metrics import percentile
-
-if TYPE_CHECKING:
-    from tensordict import TensorDictBase
-
-    from collectors.batches import Staleness
-    from wsync import SyncMetrics, SyncReport
 
 WINDOW = 100  # episodes in the mean return that is compared with the threshold of a solved environment
 RECENT = 1000  # updates in a row's percentiles; the summary's are over all of them
@@ -37,13 +33,6 @@ class SyncRow:
     p99_us: float
     bytes: int
     phases_us: Mapping[str, float]
-
-    @classmethod
-    def of(cls, report: SyncReport, recent_us: Sequence[float]) -> SyncRow:
-        """Return the row for the report of one update; `recent_us` are the recent latencies, including this one."""
-        p50, p95, p99 = (percentile(recent_us, share) for share in (0.5, 0.95, 0.99))
-        phases = {phase: seconds * 1e6 for phase, seconds in report.phases.items()}
-        return cls(report.seconds * 1e6, p50, p95, p99, report.bytes, phases)
 
 
 @dataclass(frozen=True)
@@ -130,7 +119,6 @@ class Progress:
 
     @property
     def frames_per_second(self) -> float:
-        """Frames per second, over all resumed runs."""
         return self.frames / self.seconds if self.seconds > 0 else 0.0
 
     @property
@@ -175,7 +163,9 @@ class Progress:
         if report is not None and report is not self._reported:  # a send that does not wait is reported later
             self._reported = report
             self._recent_us.append(report.seconds * 1e6)
-            sync = SyncRow.of(report, self._recent_us)
+            percentiles = (percentile(self._recent_us, share) for share in (0.5, 0.95, 0.99))
+            phases = {phase: seconds * 1e6 for phase, seconds in report.phases.items()}
+            sync = SyncRow(self._recent_us[-1], *percentiles, report.bytes, phases)
         same = ("frames", "seconds", "frames_per_second", "seconds_learning", "episodes", "version", "resumes")
         return Row(
             **{name: getattr(self, name) for name in (*same, "dropped_batches", "dropped_frames")},
@@ -190,12 +180,10 @@ class Progress:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters as plain values."""
         counters = {name: getattr(self, name) for name in _SAVED}
         return {**counters, "seconds": self.seconds, "window": list(self.window)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue counting from where `state_dict` was taken."""
         for name in _SAVED:
             setattr(self, name, state[name])
         self.frames_before, self.seconds_before = self.frames, state["seconds"]

@@ -108,12 +108,10 @@ class Evaluation(Reporter):
     episodes: int = 10
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
-        """Begin without a result."""
         self._folder, self._next, self._best = folder, self.every, -math.inf
         self._lines = ["frames,version,return"]
 
     def update(self, row: Row) -> None:
-        """Play, if that many frames were collected since the last time."""
         if row.frames < self._next:
             return
         self._next, policy = row.frames + self.every, self.policy()
