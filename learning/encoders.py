@@ -56,9 +56,8 @@ def feature_size(network: nn.Module, spec: SpecTree) -> int:
         features = features[0] if state else features
     if not isinstance(features, Tensor) or features.ndim != 3 or features.shape[:2] != (2, 3):
         got = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
-        raise ValueError(
-            f"the network has to give one vector of features for each observation, [2, 3, F]; it gave {got}"
-        )
+        needed = "one vector of features for each observation, [2, 3, F]"
+        raise ValueError(f"the network has to give {needed}; it gave {got}")
     return features.shape[2]
 
 

@@ -42,19 +42,11 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
+        self.requested = False
+        self.exit_status = 0  # of a process that a signal ended: 128 + its number
         self.wants_checkpoint = False
         self._callbacks: list[Callable[[], object]] = []
         self._handlers: dict[int, Any] = {}
-
-    @property
-    def requested(self) -> bool:
-        return self.signal is not None
-
-    @property
-    def exit_status(self) -> int:
-        """The exit status of a process that a signal ended, 128 + its number; 0 without a signal."""
-        return 0 if self.signal is None else 128 + self.signal
 
     def add_callback(self, callback: Callable[[], object]) -> None:
         """Call `callback` when a signal arrives, inside the handler; at once if one has arrived."""
@@ -78,7 +70,8 @@ class StopRequest:
     def _request(self, number: int, frame: FrameType | None) -> None:
         if signal.SIGINT in self._handlers:
             signal.signal(signal.SIGINT, self._handlers.pop(signal.SIGINT))
-        callbacks, self._callbacks, self.signal = self._callbacks, [], self.signal or signal.Signals(number)
+        callbacks, self._callbacks = self._callbacks, []
+        self.requested, self.exit_status = True, self.exit_status or 128 + number
         for callback in callbacks:
             callback()
 

@@ -14,9 +14,9 @@ from torch import Tensor, distributions, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from collectors.environments.specs import ACTION_MASK, Spec, SpecTree
+from collectors.environments.specs import ACTION_MASK, Spec
 from collectors.rollouts.sampled import Act, SampledPolicy
-from learning.encoders import MLP, Observation, feature_size, linear
+from learning.encoders import MLP, Observation
 from learning.normalization import ObservationNormalizer, normalized
 
 
@@ -25,6 +25,8 @@ class Network(nn.Module):
 
     Several networks may share one trunk.
     """
+
+    trunk: Any  # a module, or a `RecurrentNetwork`
 
     def __init__(self, trunk: nn.Module, head: nn.Module, normalizer: ObservationNormalizer | None = None) -> None:
         super().__init__()
@@ -111,9 +113,7 @@ class Policy(SampledPolicy):
 
 def action_mask(observation: Observation) -> Tensor | None:
     """Return the action mask of an observation, bool; None if it has none."""
-    if not isinstance(observation, TensorDictBase):
-        return None
-    mask = observation.get(ACTION_MASK, None)
+    mask = observation.get(ACTION_MASK, None) if isinstance(observation, TensorDictBase) else None
     return None if mask is None else mask != 0
 
 
@@ -258,29 +258,3 @@ def policy_for(
         raise ValueError("a continuous action spec needs low and high")
     low, high = (bound.float().flatten() for bound in (action_spec.low, action_spec.high))
     return GaussianPolicy(make_network(len(low)), low, high, initial_std)
-
-
-def make_policy(
-    observation: int | SpecTree,
-    action_spec: Spec,
-    hidden: Sequence[int] = (64, 64),
-    activation: str = "tanh",
-    initial_std: float = 1.0,
-) -> CategoricalPolicy | GaussianPolicy:
-    """Make a policy with an :class:`MLP`; `observation` is the spec of an observation, or the length of a flat one.
-
-    The action's spec decides about the distribution of actions: see :func:`make_actor_critic` for the rest, and errors.
-    """
-    trunk = MLP(_spec(observation), hidden, activation)
-    size = feature_size(trunk, _spec(observation))
-    return policy_for(action_spec, lambda outputs: Network(trunk, linear(size, outputs, 0.01)), initial_std)
-
-
-def make_critic(observation: int | SpecTree, hidden: Sequence[int] = (64, 64), activation: str = "tanh") -> Critic:
-    """Make a value network, observations ``[*B, *obs]`` to values ``[*B]``; see :func:`make_policy`."""
-    trunk = MLP(_spec(observation), hidden, activation)
-    return Critic(Network(trunk, linear(feature_size(trunk, _spec(observation)), 1, 1.0)))
-
-
-def _spec(observation: int | SpecTree) -> SpecTree:
-    return Spec(torch.Size([observation]), torch.float32) if isinstance(observation, int) else observation

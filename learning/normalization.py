@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from collectors.environments.specs import Spec, SpecTree
 from learning.encoders import Observation, leaves
 
-CLIP = 10.0
-"""Normalised values are clipped to ± this, as in Stable-Baselines3's VecNormalize and in CleanRL."""
+CLIP = 10.0  # normalised values are clipped to ± this, as in Stable-Baselines3's VecNormalize and in CleanRL
 
 
 class Moments(nn.Module):

@@ -129,9 +129,8 @@ class PPO(ActorCritic):
 
     def _value(self, step: TensorDictBase) -> Tensor:
         """Return the values of the observations of `step`; those of a recurrent critic depend on the state as well."""
-        state = step.get(STATE, None)
-        inputs = (step.get("observation"),) if state is None else (step.get("observation"), state)
-        return self.critic(*inputs)
+        keys = ("observation", STATE) if isinstance(self.policy, RecurrentPolicy) else ("observation",)
+        return self.critic(*(step.get(key) for key in keys))
 
     def _evaluate(self, frames: Frames) -> tuple[Distribution, Tensor, Frames]:
         """Return the distributions of actions, the values and the frames, ``[n, ...]`` each."""

@@ -43,8 +43,7 @@ def load_policy(folder: str | Path) -> tuple[nn.Module, Callable[[], GymEnv]]:
         CheckpointError: there is no checkpoint, it is damaged, or it is of another network than ``config.yaml`` says.
     """
     folder = Path(folder)
-    path = folder / "config.yaml"
-    config = read_yaml(path)
+    config = read_yaml(path := folder / "config.yaml")
     try:
         env, policy_config = EnvConfig(**config["env"]), config["policy"]
     except (KeyError, TypeError) as error:

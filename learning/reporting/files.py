@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,21 +56,12 @@ def replace_file(path: Path, content: bytes | memoryview) -> None:
                 os.fsync(file.fileno())
             os.replace(unfinished, path)
         finally:
-            if unfinished.is_file():
-                unfinished.unlink()
+            unfinished.unlink(missing_ok=True)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
     """Return `value` as JSON; NaN and infinity, which JSON lacks, become null."""
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: finite(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [finite(item) for item in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(finite(value), indent=indent, allow_nan=False)
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=indent)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:

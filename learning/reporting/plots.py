@@ -24,7 +24,6 @@ INK, MUTED, BLUE, ORANGE, PALE, RED = "#1f2933", "#7b8794", "#2563eb", "#d97706"
 COLOURS = (BLUE, ORANGE, "#059669", "#db2777", "#7c3aed", "#64748b", "#0891b2", RED)
 Rows = Sequence[dict[str, Any]]
 _FEW = 5  # runs of a value: with fewer, their interval says nothing
-_RESAMPLES = 2000
 Groups = Mapping[str, Sequence[Run]]
 
 
@@ -98,12 +97,9 @@ def learning_curve(rows: Rows, summary: dict[str, Any]) -> Figure:
         f"{summary['seconds']:.1f} s ({number(summary['frames_per_second'], 0)} frames/s)"
     )
     figure, (ax,) = new_figure(8, 1, f"Learning curve, {summary.get('env', '')}".rstrip(", "), subtitle)
-    at, returns, before = [], [], 0
-    for row in rows:
-        ended = row["episode_returns"]
-        at.extend(np.linspace(before, row["frames"], len(ended) + 1)[1:])  # spread over their batch
-        returns.extend(ended)
-        before = row["frames"]
+    at, returns = [], [mean for row in rows for mean in row["episode_returns"]]
+    for row, (before, after) in zip(rows, pairwise([0, *(row["frames"] for row in rows)]), strict=True):
+        at.extend(np.linspace(before, after, len(row["episode_returns"]) + 1)[1:])  # spread over their batch
     ax.scatter(at, returns, s=8, color=PALE, alpha=0.6, linewidths=0, label="one episode", rasterized=True)
     known, few = _means(rows)
     label = "mean of all so far, fewer than 100" if few else "mean of the last 100"
@@ -180,17 +176,14 @@ def sweep_returns(groups: Groups, env: str, solved_at: float | None) -> Figure:
 
 
 def iqm(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of the middle half of ``values``, and the ends of its 95 % interval (percentile bootstrap).
-
-    As in Agarwal et al. 2021, https://arxiv.org/abs/2108.13264, for one task.
-    """
+    """Return the interquartile mean and its 95 % bootstrap interval, https://arxiv.org/abs/2108.13264 (one task)."""
 
     def middle(samples: Any) -> Any:
         cut = samples.shape[-1] // 4
         return np.sort(samples, axis=-1)[..., cut : samples.shape[-1] - cut].mean(-1)
 
     own = np.asarray(values)
-    low, high = np.percentile(middle(np.random.default_rng(0).choice(own, (_RESAMPLES, own.size))), (2.5, 97.5))
+    low, high = np.percentile(middle(np.random.default_rng(0).choice(own, (2000, own.size))), (2.5, 97.5))
     return float(middle(own)), float(low), float(high)
 
 

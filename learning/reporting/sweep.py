@@ -94,7 +94,7 @@ def report(folder: Path, console: Console | None = None) -> None:
     if not console.is_terminal:
         console.width = 1000
     table = Table(box=SIMPLE_HEAD, title=f"{len(runs)} run{'s' * (len(runs) > 1)}", title_justify="left")
-    shown = [name for name in columns(runs) if not (console.is_terminal and name in _SPARE)]
+    shown = [name for name in _cells(runs[0], runs) if not (console.is_terminal and name in _SPARE)]
     for name in shown:
         table.add_column(name, justify="left" if name in ("backend", "status") else "right", no_wrap=True)
     for cells, is_median in table_rows(runs):
@@ -162,17 +162,13 @@ def groups(runs: Sequence[Run], without: str | None = None) -> dict[str, list[Ru
     return found
 
 
-def columns(runs: Sequence[Run]) -> list[str]:
-    """Return the columns of a table of ``runs``, including the settings that differ between them."""
-    return ["backend", *differing(runs), "seed", "status", "solved", *FIGURES]
-
-
 def _cells(run: Run, runs: Sequence[Run]) -> dict[str, str]:
+    """Return the row of `run` in a table of `runs`, by column; the settings that differ between them are columns."""
     settings = {name: run.settings.get(name, "default") for name in differing(runs)}
-    seed, status = str(run.summary.get("seed")), run.summary["status"]
-    told = {"backend": run.backend, **settings, "seed": seed, "status": status}
+    solved = "yes" if run.summary["solved"] else "no"
+    told = {"seed": str(run.summary.get("seed")), "status": run.summary["status"], "solved": solved}
     figures = {name: write(run.figures[name]) for name, write in FIGURES.items()}
-    return told | {"solved": "yes" if run.summary["solved"] else "no"} | figures
+    return {"backend": run.backend, **settings, **told, **figures}
 
 
 def table_rows(runs: Sequence[Run]) -> Iterator[tuple[dict[str, str], bool]]:
@@ -207,7 +203,7 @@ def _draw(folder: Path, runs: Sequence[Run]) -> Iterator[Path]:
 
 
 def _page(runs: Sequence[Run], left_out: Sequence[str], pictures: Sequence[Path]) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns(runs))
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in _cells(runs[0], runs))
     body = ""
     for cells, is_median in table_rows(runs):
         row = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells.values())

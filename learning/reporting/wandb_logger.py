@@ -31,7 +31,6 @@ class WandbLogger(Reporter):
 
     Args:
         project: wandb's project; None: WANDB_PROJECT, else "wsync".
-        entity: wandb's entity.
         group: wandb's group; None: WANDB_RUN_GROUP, else the environment and the algorithm. A sweep's runs share one.
         id: wandb's id of the run; in a sweep, ``WANDB_RUN_ID`` and the number of the run.
         tags: wandb's tags; none: WANDB_TAGS, else the environment, the scheme and the algorithm.
