@@ -1,5 +1,6 @@
 """A reader of a store: folders, HTTP, S3; exact, of one version, and with what is wrong told."""
 
+import base64
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
+import msgspec
 import numpy as np
 import pytest
 from conftest import Trainer
@@ -51,14 +53,14 @@ def values(weights: wsync_reader.Weights) -> set[float]:
 
 class Handler(SimpleHTTPRequestHandler):
     cut = False  # whether the server closes connections in the middle of a version's file
-    gone = False  # whether it closes them without an answer
+    gone: ClassVar[str | None] = None  # it closes them without an answer, if the name of a file ends with that
     asked: ClassVar[list[str]] = []  # the files, but manifests
 
     def log_message(self, *args: object) -> None:
         pass
 
     def do_GET(self) -> None:
-        if Handler.gone:
+        if Handler.gone is not None and self.path.endswith(Handler.gone):
             self.close_connection = True
             return
         if not self.path.endswith("manifest.json"):
@@ -210,13 +212,14 @@ def test_readers_read_what_has_the_fewest_bytes(trainer: Trainer, tmp_path: Path
             anchor = (version - 1) // 4 * 4 + 1
             assert asked() == whole(anchor) + differences(*range(anchor + 1, version + 1))
         kept, way = received, differences(12, 13, 14, 15)
-        for changes in [1, 1, 1, 1], [60, 60, 1, 1]:
-            Handler.gone = True
+        for Handler.gone, changes in (".difference", [1, 1, 1, 1]), ("", [60, 60, 1, 1]):
             try:
                 sent = trainer.do(f"for rows in {changes}:\n    d = nudge(made, rows); scheme.send()\nd")
-                assert reader.newest is kept
+                with pytest.raises(wsync_reader.NotConnected, match="Remote end closed connection"):
+                    while reader.receive(0.1) is None:
+                        assert reader.newest is kept
             finally:
-                Handler.gone = False
+                Handler.gone = None
             kept = reader.receive(20.0)
             assert kept is not None and digests(kept) == sent and asked() == way
             way = whole(17) + differences(18, 19)
@@ -292,7 +295,7 @@ def test_a_damaged_folder_is_not_used(trainer: Trainer, tmp_path: Path) -> None:
         copy(run, seen, {f"v00000005-*{SHARDS[1]}": lambda good: good[:-1]})
         received = reader.receive(20.0)
         assert received is not None and received.version == 5 and digests(received) == sent
-    copy(run, tmp_path / "other", {f"*{SHARDS[1]}": lambda good: good[:-1] + bytes([good[-1] ^ 1])})
+    copy(run, tmp_path / "other", {f"*{SHARDS[0]}": lambda good: good[:-1] + bytes([good[-1] ^ 1])})
     with pytest.raises(wsync_reader.WeightSyncError, match=r"v00000005-\w{8} is damaged.*corrupt"):
         wsync_reader.open(str(tmp_path / "other"))
 
@@ -310,6 +313,7 @@ def test_a_damaged_folder_is_not_used(trainer: Trainer, tmp_path: Path) -> None:
         ({"whole": -1}, r"\$.versions\[0\].whole"),
         ({"difference": 2**60}, r"\$.versions\[0\].difference"),
         ({"whole": 0}, "no whole version is before its differences"),
+        ({"nbytes": 2**50}, "a layout that was received is malformed"),
     ],
 )
 def test_a_manifest_is_checked(trainer: Trainer, tmp_path: Path, fields: dict[str, object], said: str) -> None:
@@ -318,6 +322,10 @@ def test_a_manifest_is_checked(trainer: Trainer, tmp_path: Path, fields: dict[st
         file = tmp_path / "policy" / "manifest.json"
         manifest = json.loads(file.read_text())
         stored = manifest["versions"][0] | {"version": 2}
+        if "nbytes" in fields:
+            *begin_of_layout, _, extra, more = msgspec.msgpack.decode(base64.b64decode(manifest["layout"]))
+            layout = msgspec.msgpack.encode([*begin_of_layout, fields["nbytes"], extra, more])
+            fields = {"layout": base64.b64encode(layout).decode()}
         known = {name: one for name, one in fields.items() if name in stored}
         wrong = manifest | {"versions": [stored | known]} | {k: v for k, v in fields.items() if k not in stored}
         (tmp_path / "wrong").write_text(json.dumps(wrong))
@@ -372,7 +380,7 @@ def test_a_store_in_s3(
     import s3fs
 
     sent = begin(trainer, tmp_path, **form)
-    bucket = make_bucket()
+    bucket = f"{make_bucket()}/{tmp_path.name}"
     s3fs.S3FileSystem().put(str(tmp_path), f"{bucket}/run", recursive=True)
     with wsync_reader.open(f"s3://{bucket}/run", timeout=20.0) as reader:
         with reader.weights() as weights:
@@ -402,7 +410,7 @@ def make_bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
         import s3fs
 
         s3fs.S3FileSystem.clear_instance_cache()
-        s3fs.S3FileSystem().mkdir("weights")
+        s3fs.S3FileSystem().makedirs("weights", exist_ok=True)
         return "weights"
 
     yield make

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import import_module
 from math import prod
-from types import ModuleType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -70,8 +69,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         columns, count = (new.names, new.shapes, new.strides, new.dtypes, new.offsets), len({*new.names})
         sound = count and {len(column) for column in columns} == {count}
         sound = sound and all(0 <= leader < index < count for index, leader in new.ties)
-        own = {*range(count)}.difference(dict(new.ties))  # no more memory than the tensors take
-        sound = sound and new.nbytes <= sum(map(new.size, own)) + ALIGNMENT * count
+        sound = sound and new.nbytes <= sum(map(new.size, {*range(count)} - {*dict(new.ties)})) + ALIGNMENT * count
         if not sound or any(offset < 0 or offset + new.size(i) > new.nbytes for i, offset in enumerate(new.offsets)):
             raise ValueError("a layout that was received is malformed")
         return new
@@ -125,7 +123,7 @@ def checksum_of(memory: np.ndarray, more: bytes) -> int:
     return digest.intdigest() or 1
 
 
-def require(package: str, extra: str) -> ModuleType:
+def require(package: str, extra: str) -> Any:
     """Return a package that an extra installs; ModuleNotFoundError: it is missing."""
     try:
         return import_module(package)

@@ -46,6 +46,5 @@ class OnnxModel:
             has, wants = weights.dtypes[name], helper.tensor_dtype_to_np_dtype(own.data_type).name
             if (has, array.shape) != (wants, tuple(own.dims)):
                 raise LayoutMismatch(f"'{name}' is {has}{[*array.shape]}, not {wants}{[*own.dims]}")
-            kind = {"name": own.name, "data_type": own.data_type, "dims": own.dims}
-            own.CopyFrom(onnx.TensorProto(**kind, raw_data=array.tobytes()))
+            own.CopyFrom(helper.make_tensor(own.name, own.data_type, own.dims, array.tobytes(), raw=True))
         self._session, self.version = self._built(new), weights.version
