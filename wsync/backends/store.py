@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from functools import partial
 from typing import Any, ClassVar, Literal, Unpack
 from urllib.parse import quote
 
@@ -13,7 +15,7 @@ from wsync.scheme import WeightSyncScheme
 from wsync.store.files import MOST_DIFFERENCES, SAME_WEIGHTS, Files, Store, absolute_url
 from wsync.store.reader import FileInbox, Reader, in_time
 from wsync.transport import TransportBackend, apply_received
-from wsync.update import Outlet, Update
+from wsync.update import Outlet, SyncReport, Update
 from wsync.weights.layout import packed
 from wsync.weights.source import DeviceMap, Source, per_worker
 from wsync.weights.strategy import Format
@@ -71,6 +73,38 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         self.form["shard_bytes"] = shard_bytes if layout == "hf" else 0
         # Of workers that have this scheme, pickled: the oldest version that they use, and whether they wait for it.
         self._first_version, self._begins_with_weights = 1, True
+
+    def send_shards(self, weights: Any = None, *, group: Any = None) -> SyncReport:
+        """Publish a version of a model of which each rank of a trainer has shards (FSDP2, tensor parallelism), or all.
+
+        Every rank calls it, on a scheme of its own with the same ``url`` and ``layout="hf"``, after ``init_on_sender``,
+        and writes its part of the files; no rank ever has the whole model. Readers are the same as of ``send``.
+        What ranks have whole is taken from rank 0.
+
+        Args:
+            weights: a module, or a state dict, of ``DTensor`` and plain tensors; None reads what was given at init.
+            group: the process group of all ranks; None for the default one.
+
+        Raises:
+            WeightSyncError: in all ranks; names those that could not read or write, or have other weights. Nothing was
+                published.
+            RuntimeError: the group's: a rank has died, or has not called within the group's timeout. End this process.
+            ValueError: no ``layout="hf"``; ``anchor_every``; or there is no process group.
+        """
+        from wsync.store.shards import publish_shards
+
+        if not self.form["shard_bytes"] or self.form["anchor_every"] > 1:
+            raise ValueError("send_shards() writes whole Hugging Face folders: it needs layout='hf' and anchor_every=1")
+        sender, began = self._as_sender("send_shards"), time.monotonic()
+        with sender.exclusive():
+            sender.version += 1  # not used again: it may be stored in spite of an error
+            files: Any = sender.outlet
+            stored = publish_shards(files, partial(sender.source.first, weights), sender.version, group)
+            sender.version = sender.sent_version = stored.version
+        seconds = time.monotonic() - began
+        report = SyncReport(stored.version, stored.whole, seconds, (0.0, 0.0, seconds), files.workers)
+        self.metrics.record(report)
+        return report
 
     @property
     def acknowledges(self) -> bool:

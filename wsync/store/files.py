@@ -38,7 +38,7 @@ from msgspec import Meta
 
 from wsync.control.session import checksum_of
 from wsync.errors import NotConnected, WeightSyncError
-from wsync.store.safetensors_file import content_of, header_of, order_in_file
+from wsync.store.safetensors_file import content_of, header_of
 from wsync.transforms import Delta
 from wsync.update import LAST_VERSION, Outlet, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
@@ -82,7 +82,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def name(self, version: int, *, whole: bool) -> str:
         """Return the name of a version's file or folder."""
         kind = ".difference" if not whole else "" if self.shard_bytes else ".safetensors"
-        return f"v{version:08d}-{self.writer}{kind}"
+        return folder_of(version, self.writer) + kind
 
     def way(self, own: tuple[int, str]) -> list[tuple[Stored, bool]]:
         """Return what is read for the newest version, one after the other, and whether it is read whole.
@@ -101,6 +101,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not ways:
             raise ValueError("no whole version is before its differences")
         return min(ways, key=itemgetter(0))[1]
+
+
+def folder_of(version: int, writer: str) -> str:
+    """Return the name of a version's folder; its files have a suffix."""
+    return f"v{version:08d}-{writer}"
 
 
 def absolute_url(url: str | os.PathLike[str]) -> str:
@@ -200,6 +205,7 @@ class Store:
             for file, pieces in files.items():
                 self._fs.pipe_file(f"{self._root}/{name}/{file}".rstrip("/"), b"".join(pieces))
             return
+        (self.local / name).parent.mkdir(exist_ok=True)
         unfinished = self.local / f"{name}.{secrets.token_hex(8)}{_UNFINISHED}"
         try:
             for file, pieces in files.items():
@@ -215,6 +221,17 @@ class Store:
         finally:
             shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
         _flush_names(self.local)
+
+    def unfinished(self, name: str) -> str:
+        """Return what a folder is called while several processes write its files; an object store cannot rename it."""
+        return name if self.local is None else name + _UNFINISHED
+
+    def finish(self, name: str) -> None:
+        """Give a folder its name, when all of its files are there."""
+        if self.local is not None:
+            _flush_names(self.local / self.unfinished(name))
+            (self.local / self.unfinished(name)).rename(self.local / name)
+            _flush_names(self.local)
 
 
 def _flush_names(folder: Path) -> None:
@@ -249,12 +266,12 @@ class Files(Outlet):
     ) -> None:
         self.name = secrets.token_hex(4)  # in the names of the files
         self.workers = range(num_workers)
-        self._store, self._keep = store, keep
+        self.store, self._keep = store, keep
         self._delta, self._anchor_every = Delta() if anchor_every > 1 else None, anchor_every
-        self._shard_bytes = shard_bytes
+        self.shard_bytes = shard_bytes
         others = [] if model_folder is None or not shard_bytes else Path(model_folder).expanduser().iterdir()
         others = [path for path in others if path.is_file() and not path.name.endswith(_WEIGHTS)]
-        self._others = {path.name: [path.read_bytes()] for path in others}
+        self.others = {path.name: [path.read_bytes()] for path in others}
         self._pool = BufferPool()
         self._layout: Layout | None = None
         self._prepared: Manifest | None = None
@@ -264,12 +281,12 @@ class Files(Outlet):
 
     def begin(self) -> int:
         """Make the folder; return the newest version in it, 0 for none."""
-        self._store.make()
-        manifest = self._store.newest()
+        self.store.make()
+        manifest = self.store.newest()
         return 0 if manifest is None else manifest.version
 
     def set_layout(self, layout: Layout) -> None:
-        header_of(layout, order_in_file(layout))  # it is refused here if it cannot be stored
+        header_of(layout, layout.leaders)  # it is refused here if it cannot be stored
         self._layout = layout
 
     def reserve(self, deadline: float | None) -> Buffer:
@@ -295,41 +312,44 @@ class Files(Outlet):
         size = buffer.layout.nbytes if anchor else 0
         versions = (*before, Stored(update.version, checksum, size, len(difference or b"")))
         first = [at for at, one in enumerate(versions) if one.whole][-2:][0]  # of the last two anchors
-        form = self._delta is not None, self._shard_bytes
+        form = self._delta is not None, self.shard_bytes
         manifest = Manifest(self.name, encoded, versions[first:], dict(update.requires), *form)
         if difference:
             digest = bytes.fromhex(self._versions[-1].checksum)
             files[manifest.name(update.version, whole=False)] = {"": [digest, difference]}
         if anchor:
-            content = content_of(buffer, self._shard_bytes)
-            files[manifest.name(update.version, whole=True)] = {**content, **self._others}
+            content = content_of(buffer, self.shard_bytes)
+            files[manifest.name(update.version, whole=True)] = {**content, **self.others}
         self._write(update.version, files)
         self._prepared = manifest
 
     def commit(self, update: Update, workers: Sequence[int]) -> None:
         manifest, self._prepared = self._prepared, None
         assert manifest is not None and manifest.version == update.version, "prepare() comes first"
-        self._write(update.version, {MANIFEST: {"": [msgspec.json.encode(manifest)]}})
-        self._versions = manifest.versions
-        self._base = None if self._delta is None else update.buffer
+        self.name_newest(manifest, None if self._delta is None else update.buffer)
+
+    def name_newest(self, manifest: Manifest, base: Buffer | None = None) -> None:
+        """Have readers see a version, which is stored. ``base``: the next one may be a difference to it."""
+        self._write(manifest.version, {MANIFEST: {"": [msgspec.json.encode(manifest)]}})
+        self._versions, self._base = manifest.versions, base
         self._needed.append(manifest.versions[0].version)
-        self._store.delete_before(min(self._needed[0], update.version - self._keep + 1))
+        self.store.delete_before(min(self._needed[0], manifest.version - self._keep + 1))
 
     def _write(self, version: int, files: Mapping[str, Any]) -> None:
         """Write what is of a version; WeightSyncError: another trainer writes to the store, or it cannot be written."""
-        newest, url = self._store.newest(), self._store.url
+        newest, url = self.store.newest(), self.store.url
         if newest is not None and (newest.version >= version or (self._versions and newest.writer != self.name)):
             raise WeightSyncError(
                 f"another trainer has published version {newest.version} in the store {url}: give each its own url"
             )
-        with self._store.explaining(f"version {version} was not stored in {url}"):
+        with self.store.explaining(f"version {version} was not stored in {url}"):
             for name, content in files.items():
-                self._store.write(name, content)
+                self.store.write(name, content)
 
     def seen(self, worker: int, version: int) -> dict[str, Any]:
-        newest = self._store.newest() if self._versions else None
+        newest = self.store.newest() if self._versions else None
         error = "" if newest is None or newest.writer == self.name else "another trainer publishes in this store"
-        return {"where": self._store.url, "state": "not known", "error": error}
+        return {"where": self.store.url, "state": "not known", "error": error}
 
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
         newest = self._versions[-1] if self._versions else None

@@ -1,4 +1,4 @@
-"""Safetensors files: what one begins with, the order of its tensors, and the files of a Hugging Face folder."""
+"""Safetensors files: what one begins with, and the files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from wsync.errors import LayoutMismatch
 from wsync.weights.layout import Buffer, Layout
 from wsync.weights.tensors import raw_bytes
 
-_FORMAT = {"format": "pt"}  # what transformers asks for
+FORMAT = {"format": "pt"}  # what transformers asks for
 _DTYPES = {  # by their names in safetensors files
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e8m0fnu: "F8_E8M0"},
@@ -22,21 +22,15 @@ _DTYPES = {  # by their names in safetensors files
 }
 
 
-def order_in_file(layout: Layout) -> list[int]:
-    """Return the entries that have a place in a file, the widest numbers first, so that each place is aligned."""
-    return sorted(layout.leaders, key=lambda index: -layout.dtypes[index].itemsize)
-
-
-def files_of(layout: Layout, shard_bytes: int) -> dict[str, list[int]]:
+def files_of(layout: Layout, shard_bytes: int) -> dict[str, Sequence[int]]:
     """Return the files of a Hugging Face folder by name, with the entries in each: all of them, also tied ones.
 
     ``shard_bytes``: of tensors in one file. 0: the version is one file without a folder, and has tied tensors once.
     """
     if not shard_bytes:
-        return {"": order_in_file(layout)}
+        return {"": layout.leaders}
     shards, room = list[list[int]](), 0
-    for index in sorted(range(len(layout.names)), key=lambda index: -layout.dtypes[index].itemsize):
-        size = layout.byte_ranges[index][1]
+    for index, (_, size) in enumerate(layout.byte_ranges):
         if not shards or size > room:
             shards.append([])
             room = shard_bytes
@@ -51,14 +45,17 @@ def content_of(buffer: Buffer, shard_bytes: int) -> dict[str, Sequence[bytes | m
     """Return what ``files_of`` names, in pieces, with the index of a folder that has several files of tensors."""
     layout, files = buffer.layout, files_of(buffer.layout, shard_bytes)
     content: dict[str, Sequence[bytes | memoryview]] = {
-        file: [header_of(layout, entries, _FORMAT if shard_bytes else None), *tensors_of(buffer, entries)]
+        file: [header_of(layout, entries, FORMAT if shard_bytes else None), *tensors_of(buffer, entries)]
         for file, entries in files.items()
     }
-    if len(files) > 1:
-        where = {layout.names[index]: file for file, entries in files.items() for index in entries}
-        index = {"metadata": {"total_size": sum(nbytes for _, nbytes in layout.byte_ranges)}, "weight_map": where}
-        content["model.safetensors.index.json"] = [msgspec.json.encode(index)]
-    return content
+    return content | index_of(layout, files)
+
+
+def index_of(layout: Layout, files: Mapping[str, Sequence[int]]) -> dict[str, Sequence[bytes | memoryview]]:
+    """Return the index of a folder, as a file of it; none, if it has one file of tensors."""
+    where = {layout.names[index]: file for file, entries in files.items() for index in entries}
+    index = {"metadata": {"total_size": sum(nbytes for _, nbytes in layout.byte_ranges)}, "weight_map": where}
+    return {"model.safetensors.index.json": [msgspec.json.encode(index)]} if len(files) > 1 else {}
 
 
 def header_of(layout: Layout, entries: Sequence[int], metadata: Mapping[str, str] | None = None) -> bytes:
