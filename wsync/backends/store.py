@@ -86,9 +86,9 @@ class StoreWeightSyncScheme(WeightSyncScheme):
             group: the process group of all ranks; None for the default one.
 
         Raises:
-            WeightSyncError: in all ranks; names those that could not read or write, or have other weights. Nothing was
-                published.
-            RuntimeError: the group's: a rank has died, or has not called within the group's timeout. End this process.
+            WeightSyncError: in all ranks. It names those that could not read or write, or have other weights; then
+                nothing was published. Or its cause is the group's error, within the group's timeout: a rank has died,
+                or has not called. Then end this process.
             ValueError: no ``layout="hf"``; ``anchor_every``; or there is no process group.
         """
         from wsync.store.shards import publish_shards

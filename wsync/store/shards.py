@@ -13,7 +13,8 @@ told: the others would take it for a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -35,8 +36,8 @@ T = TypeVar("T")
 def publish_shards(files: Files, read: Callable[[], Snapshot], version: int, group: Any) -> Stored:
     """Publish what ``read`` returns in each rank of ``group`` as one version; return what is stored of it.
 
-    ``files`` and ``version``: those of rank 0 count. WeightSyncError, in all ranks: names those that could not read or
-    write. RuntimeError, of the group: a rank has died, or has not called in time.
+    ``files`` and ``version``: those of rank 0 count. WeightSyncError: names the ranks that could not read or write, or
+    have other weights; or the group's error is its cause: a rank has died, or has not called in time.
     """
     store, rank, count = files.store, dist.get_rank(group), dist.get_world_size(group)
 
@@ -102,10 +103,24 @@ def _tried(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> tuple[T |
         return None, error
 
 
+@contextmanager
+def _with_all(group: Any) -> Iterator[None]:
+    """Raise the group's error, in a collective call, as a ``WeightSyncError``."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"rank {dist.get_rank(group)}: the ranks cannot go on together; has one died, or not called send_shards() "
+            f"within the group's timeout? End this process, as the group may be out of step: {error}"
+        ) from error
+
+
 def _told(own: Any, error: Exception | None, group: Any) -> list[Any]:
     """Tell all ranks something; return what each has told. WeightSyncError, in all: some have told an error."""
     answers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(answers, (own, "" if error is None else f"{type(error).__name__}: {error}"), group=group)
+    text = "" if error is None else f"{type(error).__name__}: {error}"
+    with _with_all(group):
+        dist.all_gather_object(answers, (own, text), group=group)
     failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(answers) if text]
     if failed:
         raise WeightSyncError(f"this version was not published: {describe(failed)}") from error
@@ -137,7 +152,7 @@ def _layout_of(given: Snapshot) -> Layout:
 
 def _whole(tensor: Any, group: Any) -> Tensor:
     """Return a tensor of which each rank has a shard, or one as rank 0 has it: those of BatchNorm may differ."""
-    with torch.no_grad():
+    with torch.no_grad(), _with_all(group):
         if is_sharded(tensor):
             return tensor.full_tensor().contiguous()
         whole = tensor.detach().contiguous()
