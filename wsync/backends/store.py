@@ -14,6 +14,7 @@ from wsync.registry import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.store.files import MOST_DIFFERENCES, SAME_WEIGHTS, Files, Store, absolute_url
 from wsync.store.reader import FileInbox, Reader, in_time
+from wsync.store.shards import publish_shards
 from wsync.transport import TransportBackend, apply_received
 from wsync.update import Outlet, SyncReport, Update
 from wsync.weights.layout import packed
@@ -75,34 +76,25 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         self._first_version, self._begins_with_weights = 1, True
 
     def send_shards(self, weights: Any = None, *, group: Any = None) -> SyncReport:
-        """Publish a version of a model of which each rank of a trainer has shards (FSDP2, tensor parallelism), or all.
+        """Publish a version of a model of which ranks have shards (FSDP2, tensor parallelism), or all of it (DDP).
 
-        Every rank calls it, on a scheme of its own with the same ``url`` and ``layout="hf"``, after ``init_on_sender``,
-        and writes its part of the files; no rank ever has the whole model. Readers are the same as of ``send``.
-        What ranks have whole is taken from rank 0.
+        Every rank of ``group`` (None: the default one) calls it, after ``init_on_sender``. Each writes its part of the
+        version; readers are those of ``send``. Rank 0 decides on what is not sharded. ``weights``: as in ``send``.
 
-        Args:
-            weights: a module, or a state dict, of ``DTensor`` and plain tensors; None reads what was given at init.
-            group: the process group of all ranks; None for the default one.
-
-        Raises:
-            WeightSyncError: in all ranks. It names those that could not read or write, or have other weights; then
-                nothing was published. Or its cause is the group's error, within the group's timeout: a rank has died,
-                or has not called. Then end this process.
-            ValueError: no ``layout="hf"``; ``anchor_every``; or there is no process group.
+        WeightSyncError, in all ranks: nothing was published; names those that could not read or write, or have other
+        weights. RuntimeError, the group's own: a rank has died, or has not called within the group's timeout: end this
+        process. ValueError: not ``layout="hf"`` with ``anchor_every=1``; or there is no process group.
         """
-        from wsync.store.shards import publish_shards
-
         if not self.form["shard_bytes"] or self.form["anchor_every"] > 1:
             raise ValueError("send_shards() writes whole Hugging Face folders: it needs layout='hf' and anchor_every=1")
         sender, began = self._as_sender("send_shards"), time.monotonic()
         with sender.exclusive():
             sender.version += 1  # not used again: it may be stored in spite of an error
-            files: Any = sender.outlet
-            stored = publish_shards(files, partial(sender.source.first, weights), sender.version, group)
+            read = partial(sender.source.first, weights)
+            stored = publish_shards(sender.outlet, read, sender.version, group)
             sender.version = sender.sent_version = stored.version
         seconds = time.monotonic() - began
-        report = SyncReport(stored.version, stored.whole, seconds, (0.0, 0.0, seconds), files.workers)
+        report = SyncReport(stored.version, stored.whole, seconds, (0.0, 0.0, seconds), sender.outlet.workers)
         self.metrics.record(report)
         return report
 

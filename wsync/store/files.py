@@ -51,7 +51,7 @@ MAX_HEADER = 64 << 20  # bytes of the largest manifest, which has the layout, an
 _PIECE = 1 << 20  # bytes
 MOST_DIFFERENCES = 1000  # between two anchors
 _OF_VERSION = re.compile(r"v(\d{8,})-[0-9a-f]{8}(\.safetensors|\.difference)?")
-_UNFINISHED = ".unfinished"
+UNFINISHED = ".unfinished"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")  # what is not copied of a model folder
 _Size = Annotated[int, Meta(ge=0, lt=1 << 60)]  # in bytes
 
@@ -82,7 +82,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def name(self, version: int, *, whole: bool) -> str:
         """Return the name of a version's file or folder."""
         kind = ".difference" if not whole else "" if self.shard_bytes else ".safetensors"
-        return folder_of(version, self.writer) + kind
+        return f"v{version:08d}-{self.writer}{kind}"
 
     def way(self, own: tuple[int, str]) -> list[tuple[Stored, bool]]:
         """Return what is read for the newest version, one after the other, and whether it is read whole.
@@ -101,11 +101,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if not ways:
             raise ValueError("no whole version is before its differences")
         return min(ways, key=itemgetter(0))[1]
-
-
-def folder_of(version: int, writer: str) -> str:
-    """Return the name of a version's folder; its files have a suffix."""
-    return f"v{version:08d}-{writer}"
 
 
 def absolute_url(url: str | os.PathLike[str]) -> str:
@@ -188,7 +183,7 @@ class Store:
             for path in fs.ls(self._root, detail=False):
                 name = path.rstrip("/").rsplit("/", 1)[-1]
                 match = _OF_VERSION.fullmatch(name)
-                if name.endswith(_UNFINISHED) or (match is not None and int(match[1]) < oldest):
+                if name.endswith(UNFINISHED) or (match is not None and int(match[1]) < oldest):
                     old.append(f"{self._root}/{name}")
             if old:
                 fs.rm(old, recursive=True)
@@ -206,7 +201,7 @@ class Store:
                 self._fs.pipe_file(f"{self._root}/{name}/{file}".rstrip("/"), b"".join(pieces))
             return
         (self.local / name).parent.mkdir(exist_ok=True)
-        unfinished = self.local / f"{name}.{secrets.token_hex(8)}{_UNFINISHED}"
+        unfinished = self.local / f"{name}.{secrets.token_hex(8)}{UNFINISHED}"
         try:
             for file, pieces in files.items():
                 path = unfinished / file
@@ -220,18 +215,7 @@ class Store:
             unfinished.replace(self.local / name)
         finally:
             shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
-        _flush_names(self.local)
-
-    def unfinished(self, name: str) -> str:
-        """Return what a folder is called while several processes write its files; an object store cannot rename it."""
-        return name if self.local is None else name + _UNFINISHED
-
-    def finish(self, name: str) -> None:
-        """Give a folder its name, when all of its files are there."""
-        if self.local is not None:
-            _flush_names(self.local / self.unfinished(name))
-            (self.local / self.unfinished(name)).rename(self.local / name)
-            _flush_names(self.local)
+        _flush_names((self.local / name).parent)
 
 
 def _flush_names(folder: Path) -> None:
