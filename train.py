@@ -76,7 +76,7 @@ from learning.reporting.console import ConsoleReporter, worker_pids
 from learning.reporting.files import METRICS, RunFiles
 from learning.resuming import SETTINGS, config_folders, resume_command
 from learning.summary import objective_of
-from learning.trained import actor_critic
+from learning.trained import Evaluation, actor_critic
 
 log = logging.getLogger(__name__)
 
@@ -99,6 +99,8 @@ def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
     learner = instantiate_setting("algorithm", cfg.algorithm, policy.to(device), critic.to(device))
     logger = instantiate_setting("logger", cfg.logger)
     callbacks = [instantiate_setting(f"callbacks[{i}]", one) for i, one in enumerate(cfg.callbacks)]
+    if cfg.evaluate_every is not None:
+        callbacks.insert(0, Evaluation(cfg.evaluate_every, cfg.evaluate_episodes))
     for reporter in (logger, *callbacks):
         if not isinstance(reporter, Reporter):
             raise ConfigError(f"logger and callbacks derive from learning.reporting.Reporter, not so {reporter!r}")

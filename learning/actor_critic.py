@@ -138,7 +138,8 @@ class ActorCritic(ABC):
         check_finite(batch)
         allowed = action_mask(batch.get("observation"))
         if allowed is not None:
-            frames, possible = batch.get("mask", None), self.policy.can_act(allowed)
+            actions = self.policy.actions if isinstance(self.policy, RecurrentPolicy) else self.policy
+            frames, possible = batch.get("mask", None), actions.can_act(allowed)
             impossible = int((~possible if frames is None else frames & ~possible).sum())
             if impossible:
                 raise UnusableBatch(f"the action mask allows no action in {impossible} frames: check the environment")

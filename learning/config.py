@@ -51,8 +51,9 @@ def register_configs(folders: Sequence[Path] = ()) -> None:
         wsync.config.store_once("policy", f"base_{name}", made)
     for name in ("ppo", "impala"):
         wsync.config.store_once("algorithm", f"base_{name}", config_of(f"learning.{name.upper()}"))
-    wsync.config.store_once("logger", "base_wandb", config_of("learning.reporting.wandb_logger.WandbLogger"))
-    wsync.config.store_once("logger", "base_none", config_of("learning.reporting.Reporter"))
+    for name in ("wandb_logger.WandbLogger", "files.TensorBoardLogger", "Reporter"):
+        short = name.partition(".")[2].lower().removesuffix("logger") or "none"
+        wsync.config.store_once("logger", f"base_{short}", config_of(f"learning.reporting.{name}"))
 
 
 def run_name(choices: Mapping[str, str], seed: int, env_id: str) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from tensordict import TensorDictBase
@@ -13,9 +16,9 @@ from torch.nn import functional
 from typing_extensions import override
 
 from collectors.environments.specs import ACTION_MASK, Spec, SpecTree
-from collectors.rollouts.sampled import SampledPolicy
+from collectors.rollouts.sampled import Act, SampledPolicy
 from learning.encoders import MLP, Observation, feature_size, linear
-from learning.normalization import ObservationNormalizer
+from learning.normalization import ObservationNormalizer, normalized
 
 
 class Network(nn.Module):
@@ -41,6 +44,26 @@ class Network(nn.Module):
         return self.head(self.features(observation))
 
 
+def operations(module: nn.Module) -> list[tuple[Callable[..., Any], tuple[Tensor, ...]]]:
+    """Return what `module` computes as a chain of functions, each with the tensors that it takes beside its input.
+
+    To look a tensor up, or to call a module, takes as long as a small layer: a worker looks up once in a batch.
+    Versions are installed into the same tensors. A module with hooks, or of any other class, is one function.
+    """
+    kind, parts = type(module), [*module.children()]
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return [(module, ())]
+    if isinstance(module, nn.Linear) and kind is nn.Linear:
+        return [(functional.linear, (module.weight, module.bias))]
+    if isinstance(module, ObservationNormalizer) and kind is ObservationNormalizer and module.paths == [()]:
+        return [(normalized, (module.moments[0].mean, module.moments[0].scale))]
+    if isinstance(module, Network) and kind is Network:
+        parts = [part for part in (module.normalizer, module.trunk, module.head) if part is not None]
+    elif kind not in (MLP, nn.Sequential):
+        return [(module, ())]
+    return [one for part in parts for one in operations(part)]
+
+
 class Policy(SampledPolicy):
     """A distribution over actions with the output of a network as its parameters; a :class:`SampledPolicy`.
 
@@ -59,6 +82,23 @@ class Policy(SampledPolicy):
     @abstractmethod
     def to_parameters(self, output: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the parameters of the distribution for the network's `output`; `mask` is the action mask, bool."""
+
+    @override
+    def prepare(self) -> Act:
+        own = inspect.unwrap(type(self).distribution_parameters) is not Policy.distribution_parameters
+        if own or vars(self).keys() & {"distribution_parameters", "to_parameters", "choose"}:  # of yours
+            return super().prepare()
+        chain = operations(self.network)
+        to_parameters, choose = (partial(one, self) for one in (type(self).to_parameters, type(self).choose))
+
+        def act(observation: Observation, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+            output = observation
+            for function, tensors in chain:
+                output = function(output, *tensors)
+            parameters = to_parameters(output, action_mask(observation))
+            return choose(parameters, noise), parameters
+
+        return act
 
     def can_act(self, mask: Tensor) -> Tensor:
         """Return whether an action mask, bool ``[*B, N]``, leaves an action, ``[*B]``."""
@@ -170,8 +210,9 @@ class GaussianPolicy(Policy):
 
     @override
     def to_parameters(self, output: Tensor, mask: Tensor | None = None) -> Tensor:  # a mask has no meaning here
-        mean = self.center + self.half_range * output
-        return torch.cat([mean, (self.half_range * self.log_std.exp()).expand_as(mean)], -1)
+        half_range = self.half_range
+        mean = self.center + half_range * output
+        return torch.cat([mean, (half_range * self.log_std.exp()).expand_as(mean)], -1)
 
     @override
     def noise(self, parameters: Tensor, *steps: int) -> Tensor:

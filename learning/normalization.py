@@ -64,10 +64,10 @@ class ObservationNormalizer(nn.Module):
     def forward(self, observation: Observation) -> Observation:
         """Return normalised observations."""
         if not isinstance(observation, TensorDictBase):
-            return self._normalized(0, observation) if self.paths else observation
+            return normalized(observation, self.moments[0].mean, self.moments[0].scale) if self.paths else observation
         result = observation.copy()
-        for i, path in enumerate(self.paths):
-            result.set(path, self._normalized(i, observation.get(path)))
+        for path, moments in zip(self.paths, self.moments, strict=True):
+            result.set(path, normalized(observation.get(path), moments.mean, moments.scale))
         return result
 
     def update(self, observation: Observation, mask: Tensor | None = None) -> None:
@@ -81,9 +81,10 @@ class ObservationNormalizer(nn.Module):
         """Whether there was no update yet."""
         return any(moments.count.item() == 0 for moments in self.moments)
 
-    def _normalized(self, i: int, part: Tensor) -> Tensor:
-        moments = self.moments[i]
-        return ((part - moments.mean) * moments.scale).clamp(-CLIP, CLIP)
+
+def normalized(part: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """Return `part` with the mean and the scale of its `Moments` taken out, clipped."""
+    return (part - mean).mul_(scale).clamp_(-CLIP, CLIP)
 
 
 def _is_measured(spec: Spec) -> bool:

@@ -21,32 +21,7 @@ MISSING: Any = "???"  # a value that has to be given, as OmegaConf spells it
 
 @dataclass
 class TrainConfig:
-    """A training run, composed from ``conf/train.yaml``; the groups have structured configs of their own.
-
-    Attributes:
-        num_workers: processes that collect.
-        num_envs: environments in each of them, stepped together.
-        frames_per_batch: rows of a batch: the frames that one update learns from, and the resets of a native vector
-            environment; of all workers together, or of one worker if collection is asynchronous. Rounded up to whole
-            steps of the environments.
-        sync_each: when the weights are sent: after each ``update`` (all that is learnt from a batch), or after each
-            ``epoch`` (a pass over the batch), which keeps asynchronous collection closer to what is learnt.
-        total_frames: the run ends with the batch that reaches them, at the latest.
-        stop_when_solved: end as soon as the mean of the last 100 returns reaches ``env.solved_at``.
-        staleness: updates by which each version of the weights is sent late, see ``learning.loop.WeightDelay``.
-        staleness_spread: so many updates later at most: each version's delay is drawn uniformly.
-        staleness_from: folder of a run whose batches had the delays, one after the other.
-        seed: the seed of environments, policies and the learner; a resumed run derives another one from it and the
-            frames so far.
-        timeout: seconds that connecting and sending weights may take; None: no limit, but the collectors for workers
-            that are reached over TCP, by RPC or by Ray need one (``collector.timeout``).
-        device: the learner's, as PyTorch names it: ``cpu``, ``cuda``, ``cuda:1``; workers act on the CPU.
-        threads: torch's number of threads in the trainer.
-        checkpoint_every: seconds.
-        resume: folder of an earlier run to continue.
-        objective: entry of ``summary.json`` that a sweeper compares (``hydra/sweeper=optuna``).
-        callbacks: a list of reporters of your own, each with a _target_ and arguments, see learning.reporting.Reporter.
-    """
+    """A training run, composed from ``conf/train.yaml``, which explains the settings; the groups have configs too."""
 
     num_workers: int = 2
     num_envs: int = 16
@@ -62,6 +37,8 @@ class TrainConfig:
     device: str = "cpu"
     threads: int = 1
     checkpoint_every: float = 60.0
+    evaluate_every: int | None = None
+    evaluate_episodes: int = 10
     resume: str | None = None
     objective: str = "episode_return_mean_100"
     weight_sync: Any = MISSING
@@ -94,9 +71,9 @@ def _each(limit: Any, names: str) -> dict[str, TypeAdapter[Any]]:
 LIMITS = {
     **_each(  # infinity is a limit itself
         Annotated[float, Field(gt=0)],
-        "num_workers num_envs total_frames timeout weight_sync.timeout env.max_episode_steps "
-        "policy.hidden policy.features policy.size algorithm.clip_rho algorithm.epochs algorithm.epochs_final "
-        "algorithm.minibatch_size algorithm.anneal_frames algorithm.max_grad_norm "
+        "num_workers num_envs total_frames evaluate_every evaluate_episodes timeout weight_sync.timeout "
+        "env.max_episode_steps policy.hidden policy.features policy.size algorithm.clip_rho algorithm.epochs "
+        "algorithm.epochs_final algorithm.minibatch_size algorithm.anneal_frames algorithm.max_grad_norm "
         "algorithm.max_weight",
     ),
     **_each(

@@ -120,7 +120,7 @@ class PPO(ActorCritic):
             sequences = (batch.get(key) for key in ("observation", STATE, "is_init", "action"))
             observation, state, is_init, action = (as_sequences(x, batch.ndim) for x in sequences)
             parameters, _ = self.policy.sequence(observation, state, is_init.squeeze(-1))
-            log_prob = self.policy.from_parameters(parameters).log_prob(action).reshape(acted.shape)
+            log_prob = self.policy.actions.from_parameters(parameters).log_prob(action).reshape(acted.shape)
             value = self._value(batch)
         else:
             distribution, value = evaluate(self.policy, self.critic, observation)
@@ -143,7 +143,7 @@ class PPO(ActorCritic):
         assert isinstance(self.policy, RecurrentPolicy) and isinstance(self.critic, RecurrentCritic)
         parameters, features = self.policy.sequence(frames.observation, frames.state, frames.is_init)
         value, mask = self.critic.of_features(features), frames.mask
-        return self.policy.from_parameters(parameters[mask]), value[mask], _flat(frames)
+        return self.policy.actions.from_parameters(parameters[mask]), value[mask], _flat(frames)
 
     def _loss(self, minibatch: Frames, clip: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the loss, the first three of `STATS`, and the log-ratios of the probabilities."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torch import Tensor, distributions, nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from collectors.environments.specs import SpecTree
@@ -181,14 +181,6 @@ class RecurrentPolicy(TensorDictModuleBase):
         tensordict.set("action_log_prob", self.actions.log_prob(parameters, action))
         tensordict.set(("next", STATE), state)
         return tensordict
-
-    def can_act(self, mask: Tensor) -> Tensor:
-        """Return whether an action mask, bool ``[*B, N]``, leaves an action, ``[*B]``."""
-        return self.actions.can_act(mask)
-
-    def from_parameters(self, parameters: Tensor) -> distributions.Distribution:
-        """Return the distribution with these parameters ``[*B, P]``, batch shape ``[*B]``."""
-        return self.actions.from_parameters(parameters)
 
     def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> tuple[Tensor, Tensor]:
         """Return the distributions' parameters and the features of `R` sequences of `T` steps, ``[R, T, *]``."""

@@ -1,24 +1,30 @@
-"""The policy of a run: made from its settings, and loaded from its folder."""
+"""The policy of a run: made from its settings, loaded from its folder, and evaluated."""
 
 from __future__ import annotations
 
+import math
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from tensordict.nn import InteractionType
 from torch import nn
 
-from collectors import GymEnv
+from collectors import Collector, GymEnv
 from collectors.config import EnvConfig, env_factory, instantiate_setting, sample
+from collectors.environments.transforms import without_side_effects
 from collectors.errors import ConfigError
 from learning import checkpoint
 from learning.making import make_actor_critic
 from learning.normalization import ObservationNormalizer
 from learning.options import PolicyConfig
-from learning.reporting.files import FolderError
-from learning.resuming import read_yaml
+from learning.progress import Row
+from learning.reporting import Reporter
+from learning.reporting.files import FolderError, file_errors, replace_file
+from learning.resuming import SETTINGS, read_yaml
 
 
 def load_policy(folder: str | Path) -> tuple[nn.Module, Callable[[], GymEnv]]:
@@ -72,3 +78,53 @@ def actor_critic(config: Any, env: EnvConfig) -> tuple[nn.Module, nn.Module, Obs
     except (RuntimeError, TypeError, ValueError) as error:
         message = f"policy={given['_target_']} for env.id={env.id}: {' '.join(str(error).split())}"
         raise ConfigError(message, error) from error
+
+
+def play(make_env: Any, policy: nn.Module, episodes: int, *, sample: bool, seed: int, max_frames: int) -> list[float]:
+    """Return the returns of `episodes`, or of those that end within `max_frames`; the process's generators are seeded.
+
+    `make_env` makes an environment, or is one. Actions are sampled, or the most likely ones.
+    """
+    returns: list[float] = []
+    options: dict[str, Any] = {"frames_per_batch": min(200, max_frames), "total_frames": max_frames}
+    how = InteractionType.RANDOM if sample else InteractionType.DETERMINISTIC
+    with Collector(make_env, policy, exploration_type=how, **options) as collector:
+        collector.set_seed(seed)
+        for step in (batch["next"] for batch in collector):
+            returns += step["episode_return"][step["done"]].tolist()
+            if len(returns) >= episodes:
+                break
+    return returns[:episodes]
+
+
+@dataclass(eq=False)
+class Evaluation(Reporter):
+    """Plays the same `episodes` after every `every` frames, with the most likely actions, while the run waits.
+
+    ``evaluation.csv`` has their mean returns, and the folder ``best`` the policy with the greatest, for `load_policy`.
+    """
+
+    every: int
+    episodes: int = 10
+
+    def begin(self, folder: Path, config: dict[str, Any]) -> None:
+        """Begin without a result."""
+        self._folder, self._next, self._best = folder, self.every, -math.inf
+        self._lines = ["frames,version,return"]
+
+    def update(self, row: Row) -> None:
+        """Play, if that many frames were collected since the last time."""
+        if row.frames < self._next:
+            return
+        self._next, policy = row.frames + self.every, self.policy()
+        with without_side_effects(policy):
+            returns = play(self.make_env, policy, self.episodes, sample=False, seed=0, max_frames=100_000)
+        mean = sum(returns) / len(returns) if returns else math.nan
+        self._lines.append(f"{row.frames},{row.version},{mean}")
+        replace_file(self._folder / "evaluation.csv", "\n".join([*self._lines, ""]).encode())
+        if mean > self._best:
+            self._best, best = mean, self._folder / "best"
+            with file_errors(best):
+                shutil.copytree(self._folder / SETTINGS.parent, best / SETTINGS.parent, dirs_exist_ok=True)
+                shutil.copy(self._folder / "config.yaml", best)
+            checkpoint.save(best, {"learner": {"policy": policy.state_dict()}})

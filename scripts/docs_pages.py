@@ -25,6 +25,7 @@ from learning.config import register_configs  # noqa: E402
 from learning.options import TrainConfig  # noqa: E402
 
 _SECTION = re.compile(r"^(Args|Attributes):\n((?:(?: {4}.*)?\n?)+)", re.MULTILINE)
+_COMMENT = re.compile(r"^(\w+):.*?  # (.*)$", re.MULTILINE)  # of a setting in a YAML file
 _ENTRY = re.compile(r"^ {4}(\w[\w, ]*): (.*(?:\n {8}.*)*)", re.MULTILINE)
 
 
@@ -119,7 +120,7 @@ def _summary(documented: Any) -> str:
 
 
 def _settings(group: str, node: Any, path: Path, skip: Collection[Any] = ()) -> Iterator[str]:
-    """Yield a config's table: name, type, default, and what its docstring, or that of its target, says.
+    """Yield a config's table: name, type, default, and what its comment, docstring, or that of its target, says.
 
     Args:
         group: the group of the config; empty for settings of the run.
@@ -137,7 +138,9 @@ def _settings(group: str, node: Any, path: Path, skip: Collection[Any] = ()) -> 
         yield ""
     if not names:
         return
-    said = {**_arguments(target), **_arguments(_seen(kind)), **_arguments(kind)}
+    comments = _COMMENT.findall(path.read_text(encoding="utf-8")) if path.is_file() else []
+    said = {name: _cell(text) for name, text in comments}
+    said |= {**_arguments(target), **_arguments(_seen(kind)), **_arguments(kind)}
     types = {field.name: field.type for field in fields(kind)} if kind not in (None, dict) else {}
     yield "| setting | type | default | |"
     yield "| --- | --- | --- | --- |"

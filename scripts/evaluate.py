@@ -15,15 +15,14 @@ import statistics
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import gymnasium
 import numpy as np
 import typer
 from gymnasium.wrappers import RecordVideo
-from tensordict.nn import InteractionType
 
-from collectors import Collector, GymEnv
+from collectors import GymEnv
 from collectors.config import EnvConfig, sample
 from collectors.errors import ConfigError
 from collectors.output import keep_output_harmless
@@ -31,7 +30,7 @@ from learning.checkpoint import CheckpointError
 from learning.reporting.files import FolderError
 from learning.resuming import config_folders_of, read_yaml
 from learning.summary import return_text
-from learning.trained import load_policy
+from learning.trained import load_policy, play
 
 
 def recorded(folder: Path, video: Path, episodes: int) -> GymEnv:
@@ -65,20 +64,10 @@ def main(
         make_env = make_env if video is None else recorded(folder, video, episodes)
     except (CheckpointError, ConfigError, FolderError, gymnasium.error.DependencyNotInstalled) as error:
         sys.exit("\n".join([f"evaluate.py: {error}", *getattr(error, "__notes__", ())]))
-    returns: list[float] = []
-    how = InteractionType.RANDOM if sample else InteractionType.DETERMINISTIC
-    size = min(200, max_frames)
-    limits: Any = {"frames_per_batch": size, "total_frames": max_frames}
-    with Collector(make_env, policy, **limits, exploration_type=how) as collector:
-        collector.set_seed(int(np.random.SeedSequence([seed, 1]).generate_state(1)[0]))  # not the episodes of training
-        for batch in collector:
-            step = batch.get("next")
-            returns += step.get("episode_return")[step.get("done")].tolist()
-            if len(returns) >= episodes:
-                break
+    own_seed = int(np.random.SeedSequence([seed, 1]).generate_state(1)[0])  # not the episodes of training
+    returns = play(make_env, policy, episodes, sample=sample, seed=own_seed, max_frames=max_frames)
     if not returns:
         sys.exit(f"evaluate.py: no episode ended in {max_frames:,} frames; --max-frames raises this limit")
-    returns = returns[:episodes]
     spread = statistics.stdev(returns) if len(returns) > 1 else 0.0
     of = "" if len(returns) == episodes else f" of {episodes}"
     shown = partial(return_text, solved_at=max(map(abs, returns)))  # all with the same number of decimals

@@ -31,10 +31,9 @@ from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncEr
 from wsync.gate import entered_for_forward_of, gate_model, process_gate, ungate_model
 from wsync.update import LAST_VERSION, Connection, Inbox, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
-from wsync.weights.snapshot import snapshot
+from wsync.weights.snapshot import require_digests
 from wsync.weights.strategy import WeightStrategy
 from wsync.weights.targets import Destination, Target, unshare
-from wsync.weights.tensors import describe, digest_of
 
 _PAUSE = 0.02  # seconds between two attempts to end the wait of a connecting thread
 _LOOK_AGAIN = 0.1  # seconds until the gate is tried again
@@ -234,12 +233,7 @@ class Receiver:
 
     def verify(self, digests: dict[str, int]) -> None:
         """Raise ``LayoutMismatch`` if the model's tensors have other digests. Called inside the gate."""
-        if self.destination.model is None:
-            raise LayoutMismatch("a function has loaded the weights: what it has made of them is not known")
-        own = snapshot(self.destination.model).tensors
-        wrong = [f"'{name}'" for name, one in digests.items() if name not in own or digest_of(own[name]) != one]
-        if wrong:
-            raise LayoutMismatch(f"it has version {self.version}, with other values, or none, of {describe(wrong)}")
+        require_digests(self.destination.model, digests, self.version)
 
     async def inside(self, function: Callable[..., object], *args: Any) -> str:
         """Call ``function`` inside the gate, as soon as that is free; return the error that it raises."""

@@ -150,7 +150,7 @@ class Outlet(Protocol):
 
     def verify(self, digests: Mapping[int, dict[str, int]], deadline: float | None) -> Mapping[int, Cause]:
         """Ask workers whether the tensors that are installed have these digests; return by worker why not."""
-        raise WeightSyncError("verify() is not answered here: by readers of a store, or by engines")
+        raise WeightSyncError("verify() is not answered here: by readers of a store")
 
     def disconnect(self, worker: int, cause: str) -> None:
         """Treat a worker as dead."""

@@ -89,10 +89,10 @@ class BoxActions:
     def to_env(self, action: Array, num_envs: int) -> Array:
         """Return ``[E, *shape]`` in the space's dtype; raise ValueError for any other shape, or NaN."""
         shape = (num_envs, *self.space.shape)
-        if action.size != math.prod(shape) or not _has_rows(action, num_envs):
+        if action.shape != shape and (action.size != math.prod(shape) or not _has_rows(action, num_envs)):
             raise ValueError(f"an action for these environments has shape {list(shape)}, not {list(action.shape)}")
         clipped = np.minimum(np.maximum(action.reshape(shape), self._low), self._high)
-        if (unknown := np.isnan(clipped)).any():
+        if np.count_nonzero(unknown := np.isnan(clipped)):
             row = int(np.argwhere(unknown)[0, 0])
             raise ValueError(f"the action for environment {row} is {clipped[row].tolist()}")
         return (np.rint(clipped) if self._is_integer else clipped).astype(self.space.dtype, copy=False)

@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec, find_highest_version, get_env_id, parse_env_id
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv, VectorWrapper
-from gymnasium.vector.utils import batch_space
+from gymnasium.vector.utils import batch_space, concatenate
 
 from collectors.environments.actions import action_codec
 from collectors.environments.specs import ACTION_MASK, Array, validated
@@ -54,7 +54,8 @@ class VectorDriver:
 
     def step(self, action: Array) -> Step:
         """Return the true successors, rewards, terminated, truncated. May raise whatever the environment raises."""
-        return validated_step(self.env.step(action), self.env.observation_space, self.num_envs)[:4]
+        step, is_valid = self.env.step(action), isinstance(self.env, OneByOne)
+        return (step if is_valid else validated_step(step, self.env.observation_space, self.num_envs))[:4]
 
     def reset_rows(self, mask: Array) -> Raw:
         """Reset the rows of ``mask``, which include all ended ones; other rows of the result are undefined.
@@ -161,11 +162,23 @@ def make_driver(source: EnvSource, num_envs: int | None, mode: str | None, kwarg
         )
     if isinstance(source, gym.Env | VectorEnv) or not callable(source):
         return _from_made(source, num_envs)
-    if num_envs in (None, 1):
-        return _from_made(source(), num_envs)
-    return VectorDriver(
-        SyncVectorEnv([partial(_scalar, source)] * num_envs, copy=False, autoreset_mode=AutoresetMode.DISABLED)
-    )
+    return _from_made(source(), num_envs) if num_envs in (None, 1) else _one_by_one(source, num_envs)
+
+
+class OneByOne(SyncVectorEnv):
+    """Environments, each a ``Validated``, that are stepped one by one. Their infos are left out: nothing reads them."""
+
+    def step(self, actions: Array) -> Any:
+        """Step all; their results are not copied, and the next step overwrites them."""
+        seen, rewards, terminated, truncated = self._env_obs, self._rewards, self._terminations, self._truncations
+        for i, env in enumerate(self.envs):
+            seen[i], rewards[i], terminated[i], truncated[i], _ = env.step(actions[i])
+        return concatenate(self.single_observation_space, seen, self._observations), rewards, terminated, truncated, {}
+
+
+def _one_by_one(make: Callable[[], Any], num_envs: int) -> VectorDriver:
+    makers = [partial(_scalar, make)] * num_envs
+    return VectorDriver(OneByOne(makers, copy=False, autoreset_mode=AutoresetMode.DISABLED))
 
 
 def _scalar(make: Callable[[], gym.Env | VectorEnv]) -> gym.Env:
@@ -190,17 +203,12 @@ def _from_id(env_id: str | EnvSpec, num_envs: int, mode: str | None, kwargs: dic
         mode = "vector_entry_point" if native else "sync"
     if mode == "vector_entry_point":
         return _from_made(gym.make_vec(env_id, num_envs, vectorization_mode=mode, **kwargs), num_envs)
-    vector_kwargs = {"copy": False, "autoreset_mode": AutoresetMode.DISABLED}  # GymEnv copies before the next step
-    return VectorDriver(
-        gym.make_vec(
-            env_id,
-            num_envs,
-            vectorization_mode=mode or "sync",
-            vector_kwargs=vector_kwargs,
-            wrappers=[*kwargs.pop("wrappers", ()), Validated],
-            **kwargs,
-        )
-    )
+    wrappers = kwargs.pop("wrappers", ())
+    if mode in (None, "sync"):
+        return _one_by_one(partial(build, partial(gym.make, env_id, **kwargs), wrappers), num_envs)
+    kwargs |= {"vector_kwargs": {"copy": False, "autoreset_mode": AutoresetMode.DISABLED}}
+    kwargs["wrappers"] = [*wrappers, Validated]
+    return VectorDriver(gym.make_vec(env_id, num_envs, vectorization_mode=mode, **kwargs))
 
 
 def with_version(env_id: str) -> str:

@@ -230,8 +230,9 @@ class PolicyInParts(ActionSource):
         def act(
             observation: torch.Tensor, noise: torch.Tensor | None, parameters: torch.Tensor, columns: Columns, t: int
         ) -> int:
-            parameters.copy_(policy.distribution_parameters(observation))
-            columns.action[t] = read(policy.choose(parameters, noise))
+            action, computed = self._choose(observation, noise)
+            parameters.copy_(computed)
+            columns.action[t] = read(action)
             return version()
 
         self._act = wsync.gated(act, policy)
@@ -249,6 +250,7 @@ class PolicyInParts(ActionSource):
             noise = drawn.unbind()
         self._parameters = like.new_empty((steps, *like.shape))
         self._rows = zip(noise, self._parameters.unbind(), strict=True)
+        self._choose = self._policy.prepare()  # anew: a tensor may have been replaced between two batches
 
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
         """Compute parameters, and choose."""

@@ -13,6 +13,7 @@ from tensordict.nn.probabilistic import interaction_type
 from torch import Tensor, nn
 
 Call = Callable[[TensorDictBase], Any]
+Act = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
 
 
 class SampledPolicy(TensorDictModuleBase, ABC):
@@ -22,7 +23,7 @@ class SampledPolicy(TensorDictModuleBase, ABC):
     asks for the most likely action. The caller decides about gradients: acting belongs under ``torch.no_grad()``.
 
     Subclasses define the four parts, and ``forward`` combines them. Collectors call the parts instead: noise and
-    log-probabilities once per batch. A policy that overrides ``forward``, or has hooks, is called like any other.
+    log-probabilities once in a batch. A policy that overrides ``forward``, or has hooks, is called like any other.
     """
 
     def __init__(self) -> None:
@@ -53,6 +54,17 @@ class SampledPolicy(TensorDictModuleBase, ABC):
     def choose(self, parameters: Tensor, noise: Tensor | None) -> Tensor:
         """Return an action for each row of `parameters` ``[*B, P]``; without noise ``[*B, N]``, the most likely one."""
 
+    def prepare(self) -> Act:
+        """Return a function of observation and noise that gives what `choose` does, and its parameters.
+
+        A collector calls this once in a batch. Yours may keep tensors of the module: versions are written into them.
+        """
+
+        def act(observation: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+            return self.choose(parameters := self.distribution_parameters(observation), noise), parameters
+
+        return act
+
     @abstractmethod
     def log_prob(self, parameters: Tensor, action: Tensor) -> Tensor:
         """Return the log-probability (or density) of each `action` that was chosen, ``[*B]``, in nats.
@@ -70,9 +82,9 @@ def acts_in_parts(policy: object) -> bool:
     """Whether calling the parts of `policy` is equivalent to calling it."""
     return (
         isinstance(policy, SampledPolicy)
-        and type(policy).forward is SampledPolicy.forward
+        and inspect.unwrap(type(policy).forward) is SampledPolicy.forward  # the gate wraps it
         and "forward" not in vars(policy)
-        and inspect.unwrap(type(policy).__call__) is inspect.unwrap(SampledPolicy.__call__)  # the gate wraps it
+        and inspect.unwrap(type(policy).__call__) is inspect.unwrap(SampledPolicy.__call__)
         and not (policy._forward_hooks or policy._forward_pre_hooks)
         and policy._compiled_call_impl is None
     )

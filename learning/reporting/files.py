@@ -1,7 +1,8 @@
-"""The files of a run: ``config.yaml``, ``metrics.jsonl``, ``summary.json``, ``ledger.json``, and its pictures."""
+"""The files of a run: its settings, ``metrics.jsonl``, ``summary.json``, ``ledger.json``, pictures, TensorBoard's."""
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import os
@@ -74,6 +75,17 @@ def to_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(finite(value), indent=indent, allow_nan=False)
 
 
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Return the numbers of a row by name: those of ``weight_sync/…`` and ``learning/…`` are panels of a dashboard."""
+    figures: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            figures |= flat(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            figures[prefix + name] = value
+    return figures
+
+
 def read_rows(folder: Path, frames: int | None = None) -> Iterator[dict[str, Any]]:
     """Yield the rows of a run's ``metrics.jsonl``, up to `frames`; a last line that was cut off is left out."""
     with file_errors(folder / METRICS, "read"), open(folder / METRICS, encoding="utf-8") as file:
@@ -136,12 +148,41 @@ class RunFiles(Reporter):
                 self._metrics.close()
 
     def conclude(self) -> None:
-        """Draw ``learning_curve.png`` and ``sync_latency.png``, if there are rows."""
+        """Write ``metrics.csv``, and draw ``learning_curve.png`` and ``sync_latency.png``, if there are rows."""
         if self._metrics is None or self._folder is None or not (rows := list(read_rows(self._folder))):
             return
+        path, table = self._folder / "metrics.csv", [flat(row) for row in rows]
+        with file_errors(path), open(path, "w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, list(dict.fromkeys(name for row in table for name in row)))
+            writer.writeheader()
+            writer.writerows(table)
         from learning.reporting import plots  # matplotlib takes most of a second to import
 
         for draw in (plots.learning_curve, plots.sync_latency):
             figure, path = draw(rows, self._summary), self._folder / f"{draw.__name__}.png"
             with file_errors(path):
                 figure.savefig(path)
+
+
+class TensorBoardLogger(Reporter):
+    """Writes the numbers of each row for ``tensorboard --logdir outputs``; needs the package tensorboard."""
+
+    def __init__(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._make: Any = SummaryWriter
+        self._writer: Any = None
+
+    def begin(self, folder: Path, config: dict[str, Any]) -> None:
+        """Open the file of events."""
+        self._writer = self._make(str(folder))
+
+    def update(self, row: Row) -> None:
+        """Write the numbers over the frames."""
+        for name, value in flat(row.as_dict()).items():
+            self._writer.add_scalar(name, value, row.frames)
+
+    def finish(self, summary: dict[str, Any]) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -227,27 +228,5 @@ def _page(runs: Sequence[Run], left_out: Sequence[str], pictures: Sequence[Path]
     images = "".join(f'<img alt="{name}" src="data:image/png;base64,{one}">\n' for name, one in encoded.items())
     title = html.escape(f"{common(runs, 'env') or 'Sweep'}: {len(runs)} run{'s' * (len(runs) > 1)}")
     missing = "".join(f"<p>Left out: {html.escape(line)}</p>\n" for line in left_out)
-    return _PAGE.format(title=title, head=head, body=body, missing=missing, images=images)
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<style>
-body {{ font: 15px/1.45 system-ui, sans-serif; color: #1f2933; max-width: 76rem; margin: 2rem auto; padding: 0 1rem }}
-.wide {{ overflow-x: auto }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-th, td {{ padding: .25rem .5rem; text-align: right; white-space: nowrap; border-bottom: 1px solid #e4e7eb }}
-th {{ white-space: normal; vertical-align: bottom }}
-.median td {{ font-weight: 600; background: #f5f7fa }}
-img {{ width: 100%; margin: 1.2rem 0 }}
-</style></head><body>
-<h1>{title}</h1>
-<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>
-{body}</tbody></table></div>
-<p>Latency is from the call of <code>send</code> until later forwards use the weights. With
-<code>weight_sync.acknowledge=published</code>, the default of <code>shared_mem</code> here, no worker has to
-wake for that; otherwise every worker has installed them. Seconds are counted from the
-first environment step. Medians, and the picture of latencies, are of the runs that were solved or finished. The
-figures are in each run's <code>summary.json</code>.</p>
-{missing}{images}</body></html>
-"""
+    page = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+    return page.substitute(title=title, head=head, body=body, missing=missing, images=images)

@@ -7,13 +7,14 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from learning.progress import Row
 from learning.reporting import Reporter
+from learning.reporting.files import flat
 from wsync.metrics import ledger
 
 log = logging.getLogger(__name__)
@@ -126,14 +127,3 @@ class WandbLogger(Reporter):
         run.summary.update(self._summary)
         self._where = f"offline; send it with: wandb sync {Path(run.dir).parent}" if run.offline else run.url
         run.finish(exit_code=1 if self._summary.get("status") == "failed" else 0)
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Return the numbers of a row by name: those of ``weight_sync/…`` and ``learning/…`` are panels of a dashboard."""
-    figures: dict[str, float] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            figures |= flat(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float):
-            figures[prefix + name] = value
-    return figures

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
+import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +21,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 import wsync
 
 VOCABULARY = 256
+HERE = Path(__file__).parent
 
 
 def make(seed: int) -> Any:
@@ -52,7 +57,7 @@ class Server(NamedTuple):
     def post(self, route: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
-        method = "GET" if route in ("/is_paused", "/get_world_size", "/weight_info") else "POST"
+        method = "GET" if route in ("/is_paused", "/get_world_size", "/weight_info", "/v1/models") else "POST"
         request = urllib.request.Request(self.url + route, data, headers, method=method)
         with urllib.request.urlopen(request, timeout=120) as answer:
             return json.loads(answer.read() or b"{}")
@@ -60,10 +65,12 @@ class Server(NamedTuple):
     def paused(self) -> bool:
         return self.post("/is_paused")["is_paused"]
 
-    def complete(self, prompt: Sequence[int], tokens: int, **options: Any) -> tuple[list[int], list[float], list[str]]:
+    def complete(
+        self, prompt: Sequence[int], tokens: int, model: str = "tiny", **options: Any
+    ) -> tuple[list[int], list[float], list[str]]:
         """Return the tokens that follow, their log-probabilities, and the names of the versions that vLLM gives."""
         sampling = {"max_tokens": tokens, "ignore_eos": True, "logprobs": 0, **options}
-        body = {"model": "tiny", "token_ids": prompt, "sampling_params": sampling}
+        body = {"model": model, "token_ids": prompt, "sampling_params": sampling}
         found = self.post("/inference/v1/generate", body)["choices"][0]
         spans = found["weight_versions"] or []
         names = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
@@ -110,3 +117,35 @@ def trainer(server: Server, model: Any, **options: Any) -> Iterator[wsync.HTTPWe
         scheme.init_on_sender("policy", **given)
         scheme.connect()
         yield scheme
+
+
+@contextmanager
+def serving(folder: Path, options: str) -> Iterator[Server]:
+    save(folder)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = f"""{sys.executable} -m vllm.entrypoints.openai.api_server --model {folder} --served-model-name tiny
+        --host 127.0.0.1 --port {port} --dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 8
+        --enable-scale-out --worker-extension-cls faults.Faults {options}""".split()
+    variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    path = os.pathsep.join([str(HERE), str(HERE.parents[1])])
+    environment = {**os.environ, **variables, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    log = folder / "log"
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            [*command, "--weight-transfer-config", '{"backend": "wsync"}'],
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield Server(f"http://127.0.0.1:{port}", process.pid)
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        print(log.read_text()[-4000:])  # shown where a test has failed

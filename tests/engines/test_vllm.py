@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from asgi_server import serve
 from stock_vllm import VOCABULARY, Server, log_probabilities, make, trainer
 
 import wsync
+from examples.probe_engine import probe
 from wsync.engine.client import EngineClient, EngineError
 from wsync.engine.disk import VersionFolders
 from wsync.engine.protocol import FINISH, START
@@ -66,6 +68,8 @@ def test_each_token_of_a_busy_engine_is_of_one_version(
                 sent = version
                 if version % 5 == 0:
                     assert server.serves(versions[version], PROMPT)
+                    if transfer == "wsync":
+                        scheme.verify(versions[version])
         finally:
             stop.set()
             for client in clients:
@@ -146,15 +150,16 @@ def test_a_folder_that_the_engine_does_not_see_leaves_the_old_version(one_rank: 
 
 
 def test_a_damaged_file_leaves_the_engine_paused_until_a_version_is_whole(one_rank: Server, tmp_path: Path) -> None:
-    def cut(folders: VersionFolders, engine: object, version: int) -> None:
-        usual(folders, engine, version)
-        (file,) = tmp_path.glob(f"policy/v{version:08d}-*/model.safetensors")
+    def cut(folders: VersionFolders, engine: object, update: Any) -> Path:
+        folder = usual(folders, engine, update)
+        file = folder / "model.safetensors"
         os.truncate(file, file.stat().st_size - 1)
+        return folder
 
-    usual = VersionFolders.tell
+    usual = VersionFolders.write
     with trainer(one_rank, make(57), transfer="disk", folder=tmp_path) as scheme:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(VersionFolders, "tell", cut)
+            patch.setattr(VersionFolders, "write", cut)
             with pytest.raises(wsync.WorkerFailed, match=r"phase update (?s:.*)stays paused"):
                 scheme.send(make(58))
         assert one_rank.paused()
@@ -193,46 +198,104 @@ def test_a_load_that_fails_half_way_leaves_the_engine_paused_until_a_version_is_
         assert not server.paused() and server.serves(make(63), PROMPT)
 
 
+def test_verify_names_what_differs(server: Server, tmp_path: Path) -> None:
+    attention = "model.layers.1.self_attn."
+    planted = {
+        "flip": ["model.norm.weight"],
+        "drop": ["model.layers.1.mlp.down_proj.weight"],
+        "swap": [f"{attention}k_proj.weight", f"{attention}q_proj.weight"],
+    }
+    with trainer(server, make(64)) as scheme:
+        for number, (what, expected) in enumerate(planted.items(), start=65):
+            scheme.send(make(number))
+            (row,) = scheme.verify(make(number))
+            assert row["verified"] == row["installed"] and probe(server.url, "tiny", make(number)) < 2e-3
+            server.post("/collective_rpc", {"method": "spoil", "args": [what]})
+            if what != "flip":
+                scheme.send(make(number + 10))
+            sent = make(number + 10 * (what != "flip"))
+            with pytest.raises(wsync.WorkerFailed, match=rf"{server.url}: phase verify") as caught:
+                scheme.verify(sent)
+            assert what == "flip" or probe(server.url, "tiny", sent) > 0.1
+            named = {*re.findall(r"model\.[\w.]+weight", str(caught.value).partition("or none, of")[2])}
+            assert sorted(named) == expected
+        scheme.send(make(99))
+        assert not server.paused() and server.serves(make(99), PROMPT)
+        began = time.perf_counter()
+        scheme.verify(make(99))
+        print(f"verify: {time.perf_counter() - began:.3f} s")
+        with pytest.raises(wsync.WorkerFailed, match=r"phase verify(?s:.*)or none, of.*more"):
+            scheme.verify(make(98))  # not what was sent
+    with (
+        trainer(server, make(97), transfer="disk", folder=tmp_path) as scheme,
+        pytest.raises(wsync.WorkerFailed, match="is not answered by engines that get weights like this"),
+    ):
+        scheme.verify(make(97))
+
+
 KILLED = """
 import os, sys
+from pathlib import Path
 from stock_vllm import Server, make, trainer
+from test_vllm import by
 from wsync.engine.client import EngineClient
-with trainer(Server(sys.argv[1], 0), make(71)) as scheme:
-    setattr(EngineClient, sys.argv[2], lambda *_, **__: os.kill(os.getpid(), 9))
+_, url, transfer, phase, folder = sys.argv
+usual = EngineClient.post
+def post(client, now, *args):
+    return os.kill(os.getpid(), 9) if now == phase else usual(client, now, *args)
+with trainer(Server(url, 0), make(71), **by(transfer, Path(folder))) as scheme:
+    EngineClient.post = post
     scheme.send(make(72))
 """
 
 
-@pytest.mark.parametrize("phase", ["start_weight_update", "update_weights", "finish_weight_update"])
-def test_the_next_trainer_takes_over_from_one_that_was_killed(server: Server, phase: str) -> None:
-    command = [sys.executable, "-c", KILLED, server.url, phase]
-    assert subprocess.run(command, cwd=Path(__file__).parent, timeout=120).returncode == -signal.SIGKILL
-    assert server.paused()
-    with trainer(server, make(73)) as scheme:
+@pytest.mark.parametrize("phase", ["start", "update", "finish"])
+@pytest.mark.parametrize("transfer", ["wsync", "disk"])
+def test_the_next_trainer_takes_over_from_one_that_was_killed(
+    server: Server, transfer: str, phase: str, tmp_path: Path
+) -> None:
+    """Right before it begins a phase; with files, *prepare* is in the place of *start*."""
+    phase = {"disk start": "prepare"}.get(f"{transfer} {phase}", phase)
+    command = [sys.executable, "-c", KILLED, server.url, transfer, phase, str(tmp_path)]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    killed = subprocess.run(command, cwd=Path(__file__).parent, timeout=120, env={**os.environ, "PYTHONPATH": path})
+    assert killed.returncode == -signal.SIGKILL and server.paused()
+    with trainer(server, make(73), **by(transfer, tmp_path)) as scheme:
         assert not server.paused() and server.serves(make(73), PROMPT)
         scheme.send(make(74))
         assert server.serves(make(74), PROMPT)
 
 
-def test_an_engine_that_stops_during_an_update_is_named_and_the_next_version_repairs_it(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("transfer", "phase", "number"),
+    [
+        *(("wsync", phase, 0) for phase in ("pause", "start", "update", "finish", "resume")),
+        ("wsync", "update", 1),
+        *(("disk", phase, 0) for phase in ("prepare", "update", "finish")),
+        ("disk", "update", 1),
+    ],
+)
+def test_an_engine_that_stops_is_named_and_the_next_version_repairs_it(
+    server: Server, transfer: str, phase: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual, core = EngineClient.update_weights, server.core()
+    usual, asked = EngineClient.post, list[str]()
 
-    def update(client: EngineClient, info: Any) -> None:
-        os.kill(core, signal.SIGSTOP)
-        usual(client, info)
+    def post(client: EngineClient, now: str, *args: Any) -> Any:
+        asked.append(now)
+        if now == phase and asked.count(now) > number:
+            os.kill(server.core(), signal.SIGSTOP)
+        return usual(client, now, *args)
 
-    with trainer(server, make(91)) as scheme, monkeypatch.context() as patch:
-        patch.setattr(EngineClient, "update_weights", update)
+    with trainer(server, make(91), **by(transfer, tmp_path)) as scheme, monkeypatch.context() as patch:
+        patch.setattr(EngineClient, "post", post)
         scheme.timeout = 3.0
         try:
-            with pytest.raises(wsync.SyncTimeout, match=rf"{server.url}: phase update.*no answer before the deadline"):
+            with pytest.raises(wsync.SyncTimeout, match=rf"{server.url}: phase {phase}.*no answer before the deadline"):
                 scheme.send(make(92))
         finally:
-            os.kill(core, signal.SIGCONT)
+            os.kill(server.core(), signal.SIGCONT)
         patch.undo()
-        assert server.paused()
+        assert server.paused() or phase not in ("start", "update", "finish")
         scheme.timeout = 300.0
         scheme.send(make(93))
         assert not server.paused() and server.serves(make(93), PROMPT)

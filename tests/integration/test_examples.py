@@ -17,7 +17,9 @@ FOLDER = ROOT / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 NEEDS = {"ray_actors": "ray", "collect": "gymnasium", "own_loop": "gymnasium", "dqn": "gymnasium", "sac": "gymnasium"}
 SHORTER = {"sac": ["--frames", "832"], "own_loop": ["10"]}  # 13 batches: an episode of 200 steps has ended by then
-TESTED_ELSEWHERE = ("callbacks", "dqn", "grpo_vllm", "several_machines", "sharded_trainer", "slow_link", "unlike_ends")
+TESTED_ELSEWHERE = (
+    *("dqn", "grpo_vllm", "probe_engine", "several_machines", "sharded_trainer", "slow_link", "unlike_ends"),
+)
 """Below, in `test_store_chains.py`, in `test_strangers_train.py`, in tests/engines, and in `test_gpt2.py`."""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 LAST_LINES = {

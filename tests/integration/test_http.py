@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from contextlib import ExitStack
 from typing import Any
 
+import pytest
 import torch
 from asgi_server import serve
 from http_engines import engines, trainer, value
@@ -13,6 +15,7 @@ from torch import Tensor
 import wsync
 from wsync.testing import WorkerPool
 from wsync.testing.models import Small, fill
+from wsync.transforms import Cast
 
 
 def test_every_version_arrives(pool: WorkerPool) -> None:
@@ -28,6 +31,32 @@ def test_every_version_arrives(pool: WorkerPool) -> None:
         scheme.send_async(fill(Small(), 11))
         scheme.wait_async()
         assert workers.call(value) == [("7", [11.0] * 4)] * 2
+
+
+def test_verify_names_what_differs() -> None:
+    engine: Any = {"weight": torch.zeros(4, dtype=torch.bfloat16), "other": torch.zeros(2, dtype=torch.bfloat16)}
+    options: Any = {"token": None, "receive_transform": Cast("bfloat16")}
+    server = ExitStack()
+    url = server.enter_context(serve(wsync.engine_app(engine, **options)))
+    with server, wsync.HTTPWeightSyncScheme(url, **options) as scheme:
+        scheme.init_on_sender("policy", weights={"weight": torch.rand(4), "other": torch.rand(2)})
+        scheme.connect()
+        scheme.send()
+        (row,) = scheme.verify()
+        assert (row["verified"], row["where"]) == (2, url)
+        engine["weight"][2] += 1
+        with pytest.raises(wsync.WorkerFailed, match=rf"{url}: phase verify(?s:.*)version 2, with other.*of 'weight'$"):
+            scheme.verify()
+        server.close()
+        with pytest.raises(wsync.WorkerDied, match=rf"{url}: phase verify .*refused"):
+            scheme.verify()
+        assert scheme.ledger()[0]["state"] == "dead"
+    with (
+        serve(wsync.engine_app(load=list, token=None)) as url,
+        trainer(url, token=None) as scheme,
+        pytest.raises(wsync.WorkerFailed, match="a function has loaded the weights"),
+    ):
+        scheme.verify()
 
 
 class Extremes(Small):

@@ -130,6 +130,9 @@ def test_an_engine_that_never_comes() -> None:
         pass
 
 
+ON_DISK = {"transfer": "disk", "folder": "none"}
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -140,6 +143,8 @@ def test_an_engine_that_never_comes() -> None:
         *(({"urls": f"http://{end}"}, "like 'http://host:8000'") for end in ("a/b c", "ü", "a/?", "a#", "[::1", "a:0")),
         ({"urls": "http://a", "pause": "stop"}, "pause is 'abort'"),
         ({"urls": "http://a", "transfer": "nccl"}, "transfer is 'wsync'"),
+        ({"urls": "http://a", "engine": "sglang"}, "SGLang takes"),
+        ({"urls": "http://a", "engine": "sglang", "pause": "wait", **ON_DISK}, "no pause='wait'"),
         ({"urls": "http://a", "token": "x\r\ny"}, "printable"),
     ],
 )

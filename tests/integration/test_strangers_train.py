@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import re
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 from programs import run_program
 from test_train import ROOT, command, environment, started, summary
+
+from learning.trained import load_policy, play
 
 QUICK = ("total_frames=512", "num_workers=1")
 
@@ -54,18 +57,24 @@ def test_57_14_help_fits_a_screen_and_names_every_option(tmp_path: Path) -> None
     assert not {"auto_register", "policy_weights", "per_worker_weights", "chaos"} & set(re.findall(r"\w+", everything))
 
 
-def test_57_11_callbacks_evaluate_and_a_policy_can_be_filmed(tmp_path: Path) -> None:
-    callbacks = "[{_target_: callbacks.Evaluation, every: 200, episodes: 2}, {_target_: callbacks.CsvRows}]"
+def test_57_11_a_run_evaluates_its_policy_and_the_best_one_can_be_filmed(tmp_path: Path) -> None:
+    logger = "tensorboard" if find_spec("tensorboard") else "none"
     done = run_program(
-        ROOT / "train.py", f"hydra.run.dir={tmp_path}", "logger=none", "num_envs=4", "total_frames=1024",
-        "frames_per_batch=256", *QUICK[1:], f"callbacks={callbacks}", f"--config-dir={ROOT / 'examples'}",
-        folder=tmp_path,
+        ROOT / "train.py", f"hydra.run.dir={tmp_path}", f"logger={logger}", "num_envs=4", "total_frames=1024",
+        "frames_per_batch=256", *QUICK[1:], "evaluate_every=300", "evaluate_episodes=2", folder=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    evaluated = [line.split(",") for line in (tmp_path / "evaluation.csv").read_text().splitlines()]
-    rows = [line.split(",") for line in (tmp_path / "rows.csv").read_text().splitlines()]
-    versions = {line[rows[0].index("frames")]: line[rows[0].index("version")] for line in rows[1:]}
-    assert len(evaluated) >= 2 and all(versions[frames] == version for frames, version, _ in evaluated)
+    tables = [(tmp_path / f"{one}.csv").read_text().splitlines() for one in ("evaluation", "metrics")]
+    evaluated, rows = (list(csv.DictReader(lines)) for lines in tables)
+    versions = {row["frames"]: row["version"] for row in rows}
+    assert len(evaluated) == 2 and all(versions[one["frames"]] == one["version"] for one in evaluated)
+    assert float(rows[0]["learning/loss_policy"]) and (logger == "none" or [*tmp_path.glob("events*")])
+    policy, make_env = load_policy(tmp_path / "best")
+    best = play(make_env, policy, 2, sample=False, seed=0, max_frames=2000)
+    assert sum(best) / 2 == max(float(one["return"]) for one in evaluated)
+    if logger == "none":
+        missing = run_program(ROOT / "train.py", "logger=tensorboard", folder=tmp_path)
+        assert missing.stderr == "train.py: logger: TensorBoardLogger: No module named 'tensorboard'\n"
     film = run_program(
         ROOT / "scripts" / "evaluate.py", str(tmp_path / "best"), "--episodes=2", "--video=film", folder=tmp_path,
         PYTHONPATH=str(ROOT), SDL_VIDEODRIVER="dummy",

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from bandit import CHOICE, TORQUES
@@ -9,6 +11,7 @@ from tensordict.nn import InteractionType, set_interaction_type
 from collectors import Collector, GymEnv
 from collectors.environments.specs import Spec
 from learning import PPO, RNN, Policy, make_actor_critic, make_policy
+from learning.normalization import ObservationNormalizer
 
 both = pytest.mark.parametrize("spec", [CHOICE, TORQUES], ids=["discrete", "continuous"])
 
@@ -64,6 +67,31 @@ def test_greedy_acting_takes_the_mode(spec: Spec) -> None:
     distribution = policy.distribution(td["observation"])
     torch.testing.assert_close(td["action"], distribution.mode)
     torch.testing.assert_close(td["action_log_prob"], distribution.log_prob(distribution.mode), rtol=1e-4, atol=1e-4)
+
+
+@both
+@torch.no_grad()
+def test_a_worker_acts_with_the_network_and_its_hooks_and_what_a_class_overrides(spec: Spec) -> None:
+    policy, observation, calls = policy_of(spec), torch.randn(5, 4), []
+    network: Any = policy.network
+    network.normalizer = ObservationNormalizer(Spec(torch.Size([4]), torch.float32))
+    network.normalizer.update(3 * torch.randn(100, 4) + 1)
+
+    def require_same(act: Any) -> None:
+        parameters = policy.distribution_parameters(observation)
+        noise = policy.noise(parameters)
+        torch.testing.assert_close(act(observation, noise), (policy.choose(parameters, noise), parameters))
+
+    require_same(prepared := policy.prepare())
+    for i, weight in enumerate([*policy.parameters(), *policy.buffers()]):  # versions are written and bound
+        weight.data = weight + 1 if i % 2 else weight.data.add_(1)
+    require_same(prepared)
+    network.trunk.layers[2].register_forward_hook(lambda *arguments: calls.append(1) or 2 * arguments[-1])
+    require_same(policy.prepare())
+    assert len(calls) == 2
+    policy.__class__ = type("Sharp", (type(policy),), {"distribution_parameters": lambda self, x: 1 + self.network(x)})
+    if spec is CHOICE:
+        require_same(policy.prepare())
 
 
 def test_networks_are_of_the_observations_dtype_whatever_the_default_is() -> None:

@@ -79,7 +79,7 @@ class _Stream(io.RawIOBase):
 
 
 class EngineClient:
-    """Calls one engine: a vLLM server (with ``VLLM_SERVER_DEV_MODE=1``), or ``wsync.engine_app``.
+    """Calls one engine: a vLLM server (with ``VLLM_SERVER_DEV_MODE=1``), an SGLang server, or ``wsync.engine_app``.
 
     The methods of the phases are those of vLLM's ``VLLMWeightSyncClient``, so that vLLM's own trainer engines can use
     this client. All methods but ``give_up`` block, and are called outside the control thread. Weights go to no other
@@ -91,10 +91,13 @@ class EngineClient:
         phase: of the last request: ``"init"``, ``"start"``, ``"update"``, ``"finish"``, ``"pause"``, ….
         times: seconds that the engine has waited for its gate, and that the load took, as it said last.
         own_host: the address from which the engine was called last.
+        presence, health: routes that an engine answers when it serves, and as long as it lives.
     """
 
-    def __init__(self, url: str, token: str | None = None) -> None:
+    def __init__(self, url: str, token: str | None = None, kind: protocol.EngineKind = "vllm") -> None:
         self.url = checked_url(url)
+        self.kind: protocol.EngineKind = kind
+        self.presence, self.health = protocol.ALIVE[kind]
         self.deadline: float | None = None
         self.version, self.phase, self.times = 0, "connect", (0.0, 0.0)
         self.own_host = "127.0.0.1"
@@ -166,10 +169,10 @@ class EngineClient:
         transfer: bool = False,
     ) -> Fields:
         """Make a request with fields (as JSON) or weights; return the fields of its answer. EngineError: it failed."""
-        health = route == protocol.HEALTH  # asked while another thread's request waits
+        health = phase == "health"  # asked while another thread's request waits
         if not health:
             self.phase = phase
-        method = "GET" if health or route == protocol.WORLD_SIZE else "POST"
+        method = "GET" if route in protocol.READ_ONLY else "POST"
         where = f"{self.url}: phase {phase} ({method} {route})"
         headers = self._headers
         if body is not None and not isinstance(body, memoryview):
@@ -206,7 +209,8 @@ class EngineClient:
             error = found.get("error")
             said = str((error.get("message") if isinstance(error, dict) else error) or said)  # vLLM's is an object
         if status != 200:
-            hint = " (a vLLM server has this route with VLLM_SERVER_DEV_MODE=1)" if status == 404 else ""
+            missing = status == 404 and self.kind == "vllm"
+            hint = " (a vLLM server has this route with VLLM_SERVER_DEV_MODE=1)" if missing else ""
             dead = status == 503 or "EngineDead" in said
             raise EngineError(f"{where}: answered {status}{hint}: {said}", "died" if dead else "failed", status)
         if found is None:
@@ -293,20 +297,49 @@ class VersionSource:
         """Return None, by which vLLM 0.32 knows that this process has all tensors."""
 
 
+class Transfer:
+    """How versions travel to one engine: steps, each called in a thread of its own. A subclass has those it needs."""
+
+    prepares = True  # whether the engine can have a version and use the one before, so that several switch together
+
+    def stage(self) -> None:
+        """Do what needs no engine, before generation is paused."""
+
+    def prepare(self) -> None:
+        """Have the engine get and verify the version. It uses the one before."""
+
+    def commit(self) -> None:
+        """Have the engine use the version."""
+
+    def abort(self) -> None:
+        """Have the engine go on with the version before, as if ``prepare`` had not been."""
+
+    def verify(self, digests: Mapping[str, int]) -> None:
+        """Have the engine compare what it has of the newest version with digests; EngineError: names what differs."""
+        raise EngineError("verify() is not answered by engines that get weights like this")
+
+    def shutdown(self) -> None:
+        """End the transfer."""
+
+
 MakeTransfer = Callable[[EngineClient, VersionSource], Any]
-"""Makes the transfer to one engine, as phase 1 (init). Exceptions that it raises, the trainer raises as
-``WorkerFailed``. All its methods are called in threads of their own; ``shutdown()``, if there is one, ends it.
-
-A transfer of vLLM (``TrainerWeightTransferEngine``) has ``send_weights()``: it sends what the source has now, by the
-phases start, update and finish. Those of this library have steps instead, so that several engines switch together:
-
-- ``stage()``: what needs no engine, before generation is paused;
-- ``prepare()``: the engine has and has verified the version, and uses the one before;
-- ``commit()``: the engine uses it; or ``abort()``: it goes on with the one before, as if ``prepare`` had not been.
+"""Makes the transfer to one engine, as phase 1 (init): a ``Transfer``, or an object with ``send_weights()``, as vLLM's
+(``TrainerWeightTransferEngine``). That sends what the source has now, by the phases start, update and finish; if it has
+``shutdown()``, that ends it. Exceptions of the function and of all methods, the trainer raises as ``WorkerFailed``.
 """
 
 
-class BodyTransfer:
+def as_transfer(made: Any) -> Transfer:
+    """Return what a ``MakeTransfer`` has made; an object with ``send_weights()`` does all in one step."""
+    if isinstance(made, Transfer):
+        return made
+    transfer = Transfer()
+    transfer.prepares, transfer.commit = False, made.send_weights
+    transfer.shutdown = getattr(made, "shutdown", transfer.shutdown)
+    return transfer
+
+
+class BodyTransfer(Transfer):
     """The transfer that is used by default: an HTTP body, as ``protocol`` says."""
 
     def __init__(self, client: EngineClient, source: VersionSource) -> None:
@@ -325,5 +358,5 @@ class BodyTransfer:
     def commit(self) -> None:
         self._client.finish_weight_update(**self._session)
 
-    def abort(self) -> None:
-        """The engine keeps what has arrived until the next version."""
+    def verify(self, digests: Mapping[str, int]) -> None:
+        self._client.post("verify", protocol.VERIFY, {**self._session, "digests": digests})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -15,8 +15,8 @@ from typing import Any
 from wsync.control.loop import control_loop, run_blocking
 from wsync.control.session import checksum_of
 from wsync.deadlines import deadline_in, earlier, remaining
-from wsync.engine.client import EngineClient, EngineError, MakeTransfer, VersionSource
-from wsync.engine.protocol import HEALTH, PAUSE, RESUME, WORLD_SIZE, PauseMode
+from wsync.engine.client import EngineClient, EngineError, MakeTransfer, Transfer, VersionSource, as_transfer
+from wsync.engine.protocol import PauseMode, pause_and_resume
 from wsync.errors import LayoutMismatch, as_text
 from wsync.update import Cause, Outlet, Stage, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
@@ -46,14 +46,14 @@ class Engine:
         self.present = False
         self.cause = ""
         self.latest: Update | None = None
-        self._make_transfer, self._pause = make_transfer, pause
-        self._pause_route = f"{PAUSE}?mode={pause}&clear_cache={str(clear_cache).lower()}"
+        self._make_transfer = make_transfer
+        self._around = None if pause is None else pause_and_resume(client.kind, pause, clear_cache)
         self._delivering: asyncio.Task[None] | None = None
         self._outcome: asyncio.Future[Cause | None] | None = None  # of the newest version
         # Of the version that was submitted last: its outcome, why it is not prepared, and whether it is to be used.
         self._states: Sequence[Any] = (None, None, None)
         self._turn = asyncio.Lock()  # held by the delivery that is in progress
-        self._transfer: tuple[Layout, VersionSource, Any] | None = None
+        self._transfer: tuple[Layout, VersionSource, Transfer] | None = None
         self._ending: asyncio.Future[Any] | None = None  # of the transfer before
         self._begun = False  # a version that is not complete
 
@@ -62,7 +62,7 @@ class Engine:
         self.cause, said, pause = "", "", _SHORTEST
         while True:
             try:
-                await self._request("connect", WORLD_SIZE, earlier(deadline, deadline_in(_PROBE)))
+                await self._request("connect", self.client.presence, deadline=earlier(deadline, deadline_in(_PROBE)))
                 said = ""
             except EngineError as error:
                 said = said if said and error.kind == "late" else str(error)
@@ -107,7 +107,7 @@ class Engine:
             is_old = decision.done() and update is not self.latest  # another is newer, or it is aborted
             if outcome.done() or is_old:  # done: the engine was disconnected
                 return
-            cause = await self.attempt(update.buffer.layout, update, deadline, vote, decision)
+            cause = await self.attempt(deadline, self.send(update.buffer.layout, update, vote, decision))
             if not outcome.done() and cause is not None and cause.kind == "died":
                 self.disconnect(cause.text)
             _settle([outcome, vote], cause)
@@ -125,7 +125,7 @@ class Engine:
     async def lives(self) -> Cause | None:
         """Return why an engine that has prepared a version cannot use it any more: it is dead."""
         try:
-            await self._request("health", HEALTH, deadline_in(_PROBE))
+            await self._request("health", self.client.health, deadline=deadline_in(_PROBE))
         except EngineError as error:
             if error.kind == "died":
                 self.disconnect(str(error))
@@ -150,23 +150,17 @@ class Engine:
 
     def _end_transfer(self) -> None:
         transfer, self._transfer = self._transfer, None
-        if transfer is not None and hasattr(transfer[2], "shutdown"):  # a user's transfer need not have it
+        if transfer is not None:
             self._ending = asyncio.ensure_future(run_blocking("engine", transfer[2].shutdown))
 
     # --- one attempt ---
 
-    async def attempt(
-        self, layout: Layout, update: Update | None, deadline: float | None, *states: asyncio.Future[Any]
-    ) -> Cause | None:
-        """Send a version (None: only init, for a new layout); return why that has failed.
-
-        ``states``: why it is not prepared, to be set; and whether it is to be used.
-        """
+    async def attempt(self, deadline: float | None, requests: Awaitable[None], phase: str = "connect") -> Cause | None:
+        """Make requests that belong together; return why that has failed."""
         client = self.client
-        client.deadline = deadline
-        client.phase = "connect"
+        client.deadline, client.phase = deadline, phase
         try:
-            await self._send(layout, update, *states)
+            await requests
             return None
         except EngineError as error:
             kind, text = error.kind, str(error)
@@ -176,32 +170,44 @@ class Engine:
             text += "\nThe engine stays paused until it has a whole version: send again"
         return Cause(kind, text)
 
-    async def _send(self, layout: Layout, update: Update | None, *states: asyncio.Future[Any]) -> None:
+    async def verify(self, digests: Mapping[str, int], deadline: float | None) -> Cause | None:
+        """Have the engine compare what it has with digests; return what differs, or why it does not answer."""
+        async with self._turn:
+            if self._transfer is None:
+                return Cause("died", self.cause)
+            _, source, transfer = self._transfer
+            source.update = self.latest
+            cause = await self.attempt(deadline, self._blocking(transfer.verify, digests), "verify")
+            source.update = None
+        if cause is not None and cause.kind == "died":
+            self.disconnect(cause.text)
+        return cause
+
+    async def send(self, layout: Layout, update: Update | None, *states: asyncio.Future[Any]) -> None:
+        """Send a version; None: only init. ``states``: why it is not prepared, to be set; and whether to use it."""
         if self._transfer is None or self._transfer[0] != layout:
             self._end_transfer()
             self.client.phase = "init"
             source = VersionSource(layout)
             transfer = await self._blocking(self._make_transfer, self.client, source)
-            self._transfer = layout, source, transfer
+            self._transfer = layout, source, as_transfer(transfer)
         _, source, transfer = self._transfer
         if update is None:
             return
-        has_steps = hasattr(transfer, "prepare")  # a user's transfer may have `send_weights` alone
-        if update.undecided and not has_steps:
+        if update.undecided and not transfer.prepares:
             raise EngineError(f"{self.client.url}: its transfer cannot prepare a version: send() each model")
         self.client.version, self.client.times = update.version, (0.0, 0.0)
         source.update = update
         try:
-            if hasattr(transfer, "stage"):  # bodies of HTTP requests have nothing to do before the pause
-                await self._blocking(transfer.stage)
+            await self._blocking(transfer.stage)
             async with self._paused():
-                if not has_steps or await self._prepare(transfer, *states):
-                    await self._blocking(transfer.commit if has_steps else transfer.send_weights)
+                if await self._prepare(transfer, *states):
+                    await self._blocking(transfer.commit)
                     self._begun = False
         finally:
             source.update = None
 
-    async def _prepare(self, transfer: Any, vote: asyncio.Future[Any], decision: asyncio.Future[bool]) -> bool:
+    async def _prepare(self, transfer: Transfer, vote: asyncio.Future[Any], decision: asyncio.Future[bool]) -> bool:
         """Prepare a version; return whether it is to be committed, when that is decided. If not, it is aborted."""
         refusal = None
         try:
@@ -220,15 +226,15 @@ class Engine:
             raise refusal
         return False
 
-    async def _request(self, phase: str, route: str, deadline: float | None) -> None:
-        await run_blocking("engine", partial(self.client.request, phase, route, deadline=deadline))
+    async def _request(self, phase: str, route: str, fields: Any = None, *, deadline: float | None) -> None:
+        await run_blocking("engine", partial(self.client.request, phase, route, fields, deadline=deadline))
 
     async def _blocking(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call what waits for the engine; EngineError: its ``/health``, on another connection, says that it is dead."""
         call = asyncio.ensure_future(run_blocking("engine", function, *args))
         while not (await asyncio.wait([call], timeout=_HEALTH_INTERVAL))[0]:
             try:
-                await self._request("health", HEALTH, deadline_in(_PROBE))
+                await self._request("health", self.client.health, deadline=deadline_in(_PROBE))
             except EngineError as error:
                 if error.kind != "died":  # no answer yet, or there is no such route
                     continue
@@ -243,20 +249,21 @@ class Engine:
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
         """Pause generation while the block runs, if that is wanted. After an error, no update may be half done."""
-        if self._pause is None:
+        if self._around is None:
             yield
             return
+        pause, resume = self._around
         try:
-            await self._blocking(self.client.post, "pause", self._pause_route)
+            await self._blocking(self.client.post, "pause", *pause)
             yield
             if not self._begun:
-                await self._blocking(self.client.post, "resume", RESUME)
+                await self._blocking(self.client.post, "resume", *resume)
         except BaseException:
             phase = self.client.phase
             self._begun |= phase in _BEGUN
             if not self._begun:
                 with suppress(EngineError):  # the other error is the one to report
-                    await self._request("resume", RESUME, deadline_in(_RESUME_TIMEOUT))
+                    await self._request("resume", *resume, deadline=deadline_in(_RESUME_TIMEOUT))
             self.client.phase = phase
             raise
 
@@ -329,7 +336,12 @@ class Engines(Outlet):
         self._layout = layout
 
     def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
-        return self._loop.call(self._each(self.workers, lambda engine: engine.attempt(layout, None, deadline)))
+        causes = self._each(self.workers, lambda engine: engine.attempt(deadline, engine.send(layout, None)))
+        return self._loop.call(causes)
+
+    def verify(self, digests: Mapping[int, dict[str, int]], deadline: float | None) -> Mapping[int, Cause]:
+        by_engine = {self._engines[worker]: own for worker, own in digests.items()}
+        return self._loop.call(self._each([*digests], lambda engine: engine.verify(by_engine[engine], deadline)))
 
     def reserve(self, deadline: float | None) -> Buffer:
         assert self._layout is not None, "set_layout() comes first"
@@ -365,9 +377,9 @@ class Engines(Outlet):
         return {worker: cause for worker, cause in zip(workers, causes, strict=True) if cause is not None}
 
     def seen(self, worker: int, version: int) -> dict[str, Any]:
-        latest = self._engines[worker].latest
+        latest, where = self._engines[worker].latest, self._engines[worker].client.url
         sent = {} if latest is None else {"sent": latest.version, "sent_at": latest.at}
-        return {**super().seen(worker, sent.get("sent", version)), **sent}
+        return {**super().seen(worker, sent.get("sent", version)), "where": where, **sent}
 
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
         times = (self._engines[worker].client.times for worker in workers)

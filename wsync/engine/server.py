@@ -23,10 +23,11 @@ from wsync.engine import protocol
 from wsync.errors import LayoutMismatch, WeightSyncError, as_text
 from wsync.gate import entered_for_forward_of, process_gate
 from wsync.weights.layout import Buffer, Layout
+from wsync.weights.snapshot import require_digests
 from wsync.weights.targets import Destination, Target
 
 Fields = Mapping[str, Any]
-_FIELDS_BYTES = {protocol.INIT: 64 << 20, protocol.START: 1 << 16, protocol.FINISH: 1 << 16}  # of JSON, at most
+_FIELDS_BYTES = {protocol.INIT: 64 << 20, protocol.VERIFY: 64 << 20}  # of JSON, at most
 _TAKEN = "another trainer has initialised this engine since: each engine has one trainer"
 _STALLED = 60.0  # longest time without a byte of a body, in seconds
 
@@ -65,6 +66,7 @@ class EngineApp:
             self._phase(protocol.START, self._start),
             _route(protocol.UPDATE, self._update),
             self._phase(protocol.FINISH, self._finish),
+            self._phase(protocol.VERIFY, self._verify),
             _route(protocol.WORLD_SIZE, self._world_size, "GET"),
         ]
         refused = {HTTPException: lambda request, error: _error(error.status_code, error.detail)}
@@ -93,7 +95,7 @@ class EngineApp:
         """Return a route that calls ``function`` in the thread that loads weights: the server goes on answering."""
 
         async def run(request: Request) -> Fields | None:
-            content = b"".join([piece async for piece in _pieces(request, _FIELDS_BYTES[path])])
+            content = b"".join([piece async for piece in _pieces(request, _FIELDS_BYTES.get(path, 1 << 16))])
             try:
                 fields = msgspec.json.decode(content, type=dict[str, Any])
             except (msgspec.DecodeError, RecursionError) as error:
@@ -179,6 +181,11 @@ class EngineApp:
         self.version = version
         seconds = {"wait_seconds": began - asked, "apply_seconds": time.perf_counter() - began}
         return {"weight_version": version, **seconds}
+
+    def _verify(self, fields: Fields) -> None:
+        self._current(fields)
+        args = self._destination.model, msgspec.convert(fields.get("digests"), dict[str, int]), self.version
+        process_gate().call_without_forward(require_digests, *args)
 
     def _set_mixed(self, why: str) -> None:
         if bool(why) != bool(self._mixed):

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import base64
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+
+from torch import Tensor
 
 import wsync
 from wsync.deadlines import deadline_in, remaining
 from wsync.engine import protocol
-from wsync.engine.client import EngineClient, EngineError, VersionSource
+from wsync.engine.client import EngineClient, EngineError, Transfer, VersionSource
+from wsync.gate import process_gate
 
 MODEL = "engine"  # the name by which both ends know the model
 
@@ -51,8 +55,14 @@ class DataScheme(wsync.WeightSyncScheme):
         assert self._receiver is not None, "init_on_receiver() comes first"
         return self._receiver.fetch(deadline_in(timeout))
 
+    def fetched(self) -> Mapping[str, Tensor]:
+        """On the receiver: return the weights of the version that ``fetch`` has had arrive."""
+        assert self._receiver is not None
+        update = process_gate().call_without_forward(self._receiver.inbox.poll)[-1]
+        return dict(zip(update.buffer.layout.names, update.views, strict=True))
 
-class DataTransfer:
+
+class DataTransfer(Transfer):
     """The transfer ``"wsync"`` to one engine: a sender whose workers are the engine's ranks.
 
     ``host``: the address by which the engine reaches this process; None: the one from which the engine is called.
@@ -107,6 +117,13 @@ class DataTransfer:
         self._update(load=True)
         self._client.finish_weight_update()
         self._client.times = 0.0, time.perf_counter() - began
+        self._known = True
+
+    def verify(self, digests: Mapping[str, int]) -> None:
+        """Have every rank fetch the version again, and look whether loading it would change anything."""
+        self.stage()
+        info = {"verify": digests, "version": self._version, "timeout": self._time_left()}
+        self._client.post("verify", protocol.INIT, {"init_info": info})
         self._known = True
 
     def _update(self, *, load: bool) -> None:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,17 +41,23 @@ from wsync.control.auth import Address
 from wsync.engine.vllm import MODEL, DataScheme
 from wsync.errors import LayoutMismatch
 from wsync.weights.layout import Layout
-from wsync.weights.tensors import describe
+from wsync.weights.tensors import describe, digest_of, same_bits
 
 _CONNECT_TIMEOUT = 10.0  # seconds in which the trainer has to be reached: nothing is generated meanwhile
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """``address``: of the trainer, with its key (``Address.dump``). ``layout``: ``Layout.encode`` in base64."""
+    """``address``: of the trainer, with its key (``Address.dump``). ``layout``: ``Layout.encode`` in base64.
 
-    address: str
-    layout: str
+    Or ``verify``: digests of the ``version`` that is loaded, and comes again within ``timeout`` seconds.
+    """
+
+    address: str = ""
+    layout: str = ""
+    verify: dict[str, int] | None = None
+    version: int = 0
+    timeout: float | None = None
 
 
 @dataclass
@@ -78,9 +85,11 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._unusable = False  # layers have no memory until a version is loaded
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
+        if init_info.verify is not None:
+            return self._verify(init_info.verify, init_info)
         self.shutdown()
-        error, parallel = None, self.parallel_config
-        try:
+        parallel = self.parallel_config
+        with self._together(self.shutdown):
             if self._active:  # vLLM would say so at start, in the first rank: see _raise
                 raise RuntimeError("a weight update is already active")
             with set_current_vllm_config(self.vllm_config):
@@ -90,11 +99,6 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._scheme._address = Address.load(init_info.address)
             self._scheme.init_on_receiver(MODEL, load=self._load, worker_idx=rank)
             self._scheme.connect()
-        except Exception as raised:  # noqa: BLE001  the last rank raises it again
-            error = raised
-        if errors := self._agree(error):
-            self.shutdown()
-            self._raise(errors, error)
 
     def start_weight_update(self) -> None:
         if self._scheme is None:
@@ -108,19 +112,14 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        scheme, version, error = self._scheme, update_info.version, None
-        try:
+        scheme, version = self._scheme, update_info.version
+        with self._together(self._restore):
             if scheme is None or (update_info.load and self._fetched != version):
                 raise RuntimeError(f"version {version} was not fetched before")
             found = (scheme.pull if update_info.load else scheme.fetch)(update_info.timeout)
             if found != version:
                 raise RuntimeError(f"version {found} came, and {version} was announced")
-        except Exception as raised:  # noqa: BLE001  the last rank raises it again
-            error = raised
-        if errors := self._agree(error):
-            self._restore()
-            self._raise(errors, error)
-        self._fetched, self._loaded = version * (not errors), update_info.load and not errors
+            self._fetched, self._loaded = version, update_info.load
 
     def finish_weight_update(self) -> None:
         self._active = False
@@ -140,6 +139,19 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._unusable = True  # until all of it is loaded, in all ranks
         # vLLM keeps the tensors until a layer is complete, and these are valid during the call only.
         self.model.load_weights((name, tensor.to(self.device, copy=True)) for name, tensor in pairs)
+
+    @contextmanager
+    def _together(self, undo: Callable[[], object] | None = None) -> Iterator[None]:
+        """What one rank raises in the block, has ``undo`` called in all of them."""
+        error = None
+        try:
+            yield
+        except Exception as raised:  # noqa: BLE001  the last rank raises it again
+            error = raised
+        if errors := self._agree(error):
+            if undo is not None:
+                undo()
+            self._raise(errors, error)
 
     def _agree(self, error: Exception | None) -> str:
         """Return the errors of all ranks, when each has called this; empty if there is none."""
@@ -170,6 +182,7 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _restore(self) -> None:
         """Give layers that wait their old weights back; if any may have new ones, leave none with weights."""
+        self._fetched, self._loaded = 0, False
         if self._unusable:
             return self._empty_layers()
         for layer in self.model.modules():
@@ -183,41 +196,24 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
         LayoutMismatch: it has no such weights, or needs others. The second is not known of a quantized model.
         """
-        calls, loaders = Counter[str](), list[tuple[Any, Any]]()
+        calls, tried = Counter[str](), ""
 
-        def trying(name: str, loader: Callable[..., Any], tensor: Tensor) -> Callable[..., Any]:
-            def load(_: Tensor, *args: Any, **options: Any) -> Any:
-                calls[name] += 1
-                return loader(tensor, *args, **options)
+        def trying(load: Callable[..., Any], empty: Tensor, layer: torch.nn.Module, prefix: str, key: str) -> Any:
+            calls[f"{prefix}.{key}"] += 1
+            return load(empty)
 
-            return load
+        def pairs() -> Iterable[tuple[str, Tensor]]:
+            nonlocal tried
+            for name, dtype, shape in zip(layout.names, layout.dtypes, layout.shapes, strict=True):
+                tried = f"'{name}' of shape {tuple(shape)}"
+                yield name, torch.zeros((), dtype=dtype).expand(tuple(shape))
 
-        self._empty_layers()
-        try:
-            for prefix, layer in self.model.named_modules():
-                for key, tensor in (*layer._parameters.items(), *layer._buffers.items()):
-                    if tensor is not None:
-                        loaders.append((tensor, _get_weight_loader(tensor)))
-                        empty = tensor if tensor.is_meta else to_meta_tensor(tensor)
-                        tensor.weight_loader = trying(f"{prefix}.{key}", _get_original_loader(tensor), empty)
-            shapes = zip(layout.names, layout.dtypes, layout.shapes, strict=True)
-            tried = ""
-
-            def pairs() -> Iterable[tuple[str, Tensor]]:
-                nonlocal tried
-                for name, dtype, shape in shapes:
-                    tried = f"'{name}' of shape {tuple(shape)}"
-                    yield name, torch.zeros((), dtype=dtype).expand(tuple(shape))
-
+        with self._loading_by(trying):
             try:
                 loaded = self.model.load_weights(pairs())
             except Exception as error:
                 said = f"{type(error).__name__}: {error}"
                 raise LayoutMismatch(f"vLLM's model does not take {tried}: {said}") from error
-        finally:
-            for tensor, loader in reversed(loaders):  # one tensor may be met twice
-                tensor.weight_loader = loader
-            self._restore()
         if self.model_config.quantization is not None or loaded is None:
             return
         parts = getattr(self.model, "packed_modules_mapping", {})
@@ -228,3 +224,83 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 missing.add(f"{one} (of {', '.join(packed)})")
         if missing:
             raise LayoutMismatch(f"vLLM's model needs more weights than are sent: {describe(sorted(missing))}")
+
+    def _verify(self, digests: dict[str, int], info: InitInfo) -> None:
+        """Compare what is installed with the version that comes again; LayoutMismatch: names what differs."""
+        scheme = self._scheme
+        with self._together():
+            if scheme is None or self._active or self._unusable:
+                raise RuntimeError("no version is loaded")
+            if (found := scheme.fetch(info.timeout)) != info.version:
+                raise RuntimeError(f"version {found} came, and {info.version} was announced")
+            weights = scheme.fetched()
+            wrong = [name for name, one in digests.items() if name not in weights or digest_of(weights[name]) != one]
+            with set_current_vllm_config(self.vllm_config), torch.no_grad():
+                wrong = wrong or self._differing(weights)
+            if wrong:
+                raise LayoutMismatch(f"it has other values, or none, of {describe(wrong)}")
+
+    def _differing(self, weights: Mapping[str, Tensor]) -> list[str]:
+        """Return names of weights that, if they were loaded, would change a copy of what is installed."""
+        loading, wrong = "", dict[str, None]()
+
+        def comparing(load: Callable[..., Any], empty: Tensor, layer: torch.nn.Module, prefix: str, key: str) -> Any:
+            result = None
+            for installed in _installed(layer, key, empty):
+                copy: Any = installed.clone()
+                copy.__class__ = empty.__class__  # as vLLM does it
+                vars(copy).update(vars(empty))
+                result = load(copy)
+                if not same_bits(copy.data, installed):
+                    wrong[loading] = None
+            return result
+
+        def pairs() -> Iterable[tuple[str, Tensor]]:
+            nonlocal loading
+            for loading, tensor in weights.items():
+                yield loading, tensor.to(self.device)
+
+        with self._loading_by(comparing):
+            self.model.load_weights(pairs())
+        return [*wrong]
+
+    @contextmanager
+    def _loading_by(self, act: Callable[..., Any]) -> Iterator[None]:
+        """Have ``act(load, empty, layer, prefix, key)`` called in place of each loader: ``load(tensor)`` calls it.
+
+        ``empty`` has the form of the layer's tensor, and no memory.
+        """
+        loaders = list[tuple[Any, Any]]()
+
+        def acting(loader: Callable[..., Any], *about: Any) -> Callable[..., Any]:
+            return lambda _, *args, **options: act(lambda tensor: loader(tensor, *args, **options), *about)
+
+        self._empty_layers()
+        try:
+            for prefix, layer in self.model.named_modules():
+                for key, tensor in (*layer._parameters.items(), *layer._buffers.items()):
+                    if tensor is not None:
+                        loaders.append((tensor, _get_weight_loader(tensor)))
+                        empty = tensor if tensor.is_meta else to_meta_tensor(tensor)
+                        tensor.weight_loader = acting(_get_original_loader(tensor), empty, layer, prefix, key)
+            yield
+        finally:
+            for tensor, loader in reversed(loaders):  # one tensor may be met twice
+                tensor.weight_loader = loader
+            self._restore()
+
+
+def _installed(layer: Any, key: str, empty: Tensor) -> list[Tensor]:
+    """Return what an emptied layer has by this name; on a CPU, also what a packed copy makes of the unit matrix.
+
+    LayoutMismatch: it has none in the form of ``empty``.
+    """
+    parameters, buffers = get_layerwise_info(layer).kernel_tensors
+    tensor = {**parameters, **buffers}[key].data
+    found = [tensor] if tensor.shape == empty.shape else []
+    if key == "weight" and hasattr(layer, "cpu_linear"):
+        unit = torch.eye(empty.shape[1], dtype=empty.dtype)
+        found.append(layer.cpu_linear(unit, tensor, None).T.contiguous())
+    if not found:
+        raise LayoutMismatch(f"vLLM keeps '{key}' of a {type(layer).__name__} in another form: it cannot be compared")
+    return found

@@ -22,10 +22,11 @@ _DTYPES = {  # by their names in safetensors files
 }
 
 
-def files_of(layout: Layout, shard_bytes: int) -> dict[str, Sequence[int]]:
+def files_of(layout: Layout, shard_bytes: int, stem: str = "model") -> dict[str, Sequence[int]]:
     """Return the files of a Hugging Face folder by name, with the entries in each: all of them, also tied ones.
 
     ``shard_bytes``: of tensors in one file. 0: the version is one file without a folder, and has tied tensors once.
+    ``stem``: what their names begin with.
     """
     if not shard_bytes:
         return {"": layout.leaders}
@@ -37,25 +38,25 @@ def files_of(layout: Layout, shard_bytes: int) -> dict[str, Sequence[int]]:
         shards[-1].append(index)
         room -= size
     if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+        return {f"{stem}.safetensors": shards[0]}
+    return {f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
 
 
-def content_of(buffer: Buffer, shard_bytes: int) -> dict[str, Sequence[bytes | memoryview]]:
+def content_of(buffer: Buffer, shard_bytes: int, stem: str = "model") -> dict[str, Sequence[bytes | memoryview]]:
     """Return what ``files_of`` names, in pieces, with the index of a folder that has several files of tensors."""
-    layout, files = buffer.layout, files_of(buffer.layout, shard_bytes)
+    layout, files = buffer.layout, files_of(buffer.layout, shard_bytes, stem)
     content: dict[str, Sequence[bytes | memoryview]] = {
         file: [header_of(layout, entries, FORMAT if shard_bytes else None), *tensors_of(buffer, entries)]
         for file, entries in files.items()
     }
-    return content | index_of(layout, files)
+    return content | index_of(layout, files, stem)
 
 
-def index_of(layout: Layout, files: Mapping[str, Sequence[int]]) -> dict[str, Sequence[bytes | memoryview]]:
+def index_of(layout: Layout, files: Mapping[str, Sequence[int]], stem: str) -> dict[str, Sequence[bytes | memoryview]]:
     """Return the index of a folder, as a file of it; none, if it has one file of tensors."""
     where = {layout.names[index]: file for file, entries in files.items() for index in entries}
     index = {"metadata": {"total_size": sum(nbytes for _, nbytes in layout.byte_ranges)}, "weight_map": where}
-    return {"model.safetensors.index.json": [msgspec.json.encode(index)]} if len(files) > 1 else {}
+    return {f"{stem}.safetensors.index.json": [msgspec.json.encode(index)]} if len(files) > 1 else {}
 
 
 def header_of(layout: Layout, entries: Sequence[int], metadata: Mapping[str, str] | None = None) -> bytes:

@@ -28,7 +28,7 @@ from wsync.weights.tensors import describe, is_sharded, raw_bytes, require_carri
 def publish_shards(files: Any, read: Callable[[], Snapshot], version: int, group: Any) -> Stored:
     """Publish what ``read`` returns in each rank of ``group`` as one version; return what is stored of it.
 
-    ``files`` (a ``Files``) and ``version``: those of rank 0 count. WeightSyncError: as in ``StoreWeightSyncScheme.send_shards``.
+    Rank 0's ``files`` (``Files``) and ``version`` count. Errors: as of ``StoreWeightSyncScheme.send_shards``.
     """
     store, rank, count = files.store, dist.get_rank(group), dist.get_world_size(group)
     tensors = dict[str, Tensor]()
@@ -44,7 +44,7 @@ def publish_shards(files: Any, read: Callable[[], Snapshot], version: int, group
     def commit() -> Stored:
         digest.update(bytes(layout.nbytes - end) + manifest.layout)
         stored = replace(manifest.versions[0], checksum=f"{digest.intdigest() or 1:016x}")
-        for file, content in (index_of(layout, dict(shares)) | files.others).items():
+        for file, content in (index_of(layout, dict(shares), "model") | files.others).items():
             store.write(f"{folder}/{file}", {"": content})
         if store.local is not None:
             (store.local / folder).rename(store.local / name)

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from wsync.errors import LayoutMismatch
 from wsync.native import native
-from wsync.weights.tensors import describe
+from wsync.weights.tensors import describe, digest_of
 
 if TYPE_CHECKING:
     from wsync.transforms import Chain
@@ -133,6 +133,16 @@ class ModuleIndex:
 
     def snapshot(self) -> Snapshot:
         return Snapshot(self.tensors(), self.extra_state(), frozenset(self.optional))
+
+
+def require_digests(model: object, digests: Mapping[str, int], version: object) -> None:
+    """Raise ``LayoutMismatch`` if a model's tensors have other digests; None: a function has loaded them."""
+    if model is None:
+        raise LayoutMismatch("a function has loaded the weights: what it has made of them is not known")
+    own = snapshot(model).tensors
+    wrong = [f"'{name}'" for name, one in digests.items() if name not in own or digest_of(own[name]) != one]
+    if wrong:
+        raise LayoutMismatch(f"it has version {version}, with other values, or none, of {describe(wrong)}")
 
 
 def snapshot(source: object) -> Snapshot:
