@@ -1,4 +1,4 @@
-"""A store that the ranks of a sharded trainer write together: each some files of a version, over gloo."""
+"""A store that the ranks of a sharded trainer write together, over gloo: each some files of a version."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from wsync.weights.tensors import same_bits
 
 
 class Policy(nn.Module):
-    """Tied weights, of which the last of four ranks has no row; buffers; two dtypes; a size that two do not divide."""
+    """Tied weights, of which the last of four ranks has no row; buffers; two dtypes; sizes that two do not divide."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,53 +32,77 @@ class Policy(nn.Module):
         self.embedding, self.head = nn.Embedding(5, 6), nn.Linear(6, 5, bias=False)
         self.head.weight = self.embedding.weight
         self.up, self.norm, self.down = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6)
-        self.half = nn.Linear(3, 7).bfloat16()
+        self.narrow = nn.Linear(3, 7).bfloat16()
 
 
-def begin(state: WorkerState, rank: int, count: int, folder: Path, kind: str, broken: str = "") -> None:
-    """Join the group of ranks, and initialise a scheme with a model of ``kind``; rank 1 is ``broken``."""
+def begin(state: WorkerState, rank: int, count: int, folder: Path, kind: str, fault: str) -> None:
+    """Join the ranks, and initialise a scheme with a model of ``kind``; rank 1 has the ``fault``."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=count)
-    model: Any = Policy()
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=count)
+    model, mesh = Policy(), init_device_mesh("cpu", (count,))
+    model.norm.num_batches_tracked.fill_(rank)  # each rank has its own: that of rank 0 counts
     if kind == "tp":
-        parallelize_module(model, init_device_mesh("cpu", (count,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
-    for module in (model.half, model) if kind == "fsdp" else ():
-        fully_shard(module, mesh=init_device_mesh("cpu", (count,)))
-    model = nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model
-    model.get_submodule("module.norm" if kind == "ddp" else "norm").running_mean.fill_(rank)  # as each has it
+        parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for module in (model.narrow, model) if kind == "fsdp" else ():
+        fully_shard(module, mesh=mesh)
 
     def transform(weights: Any) -> Any:
-        if broken == "dies":
+        assert rank != 1 or fault != "raises", "no weights today"
+        if rank == 1 and fault == "dies":
             os._exit(1)
-        assert broken != "raises", "no weights today"
         return weights
 
-    if rank == 1 and broken == "cannot write":
+    if rank == 1 and fault == "cannot write":
         resource.setrlimit(resource.RLIMIT_FSIZE, (16, resource.RLIM_INFINITY))
-    scheme = wsync.StoreWeightSyncScheme(folder / "run", layout="hf", send_transform=transform if rank == 1 else None)
-    scheme.init_on_sender("policy", model=model)
+    scheme = wsync.StoreWeightSyncScheme(folder, layout="hf", shard_bytes=200, send_transform=transform)
+    scheme.init_on_sender("policy", model=nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model)
     state.schemes["policy"] = scheme
 
 
-def send(state: WorkerState) -> int | str:
+def send(state: WorkerState) -> str:
     """Send a version; return its number, or the error."""
     try:
-        return state.schemes["policy"].send_shards().version  # pyright: ignore[reportAttributeAccessIssue]
+        return str(state.schemes["policy"].send_shards().version)  # pyright: ignore[reportAttributeAccessIssue]
     except RuntimeError as error:
         return f"{type(error).__name__}: {error}"
 
 
-def in_ranks(pool: WorkerPool, folder: Path, count: int, kind: str, broken: str = "") -> list[Any]:
-    """Send two versions from new processes; return what each rank has got."""
+def sent(pool: WorkerPool, count: int, folder: Path, kind: str, fault: str = "") -> list[str]:
+    """Send a version from ``count`` ranks; return what each has got."""
     with pool.group(count) as workers:
         try:
             for rank, worker in enumerate(workers):
-                worker.start(begin, rank, count, folder, kind, broken)
+                worker.start(begin, rank, count, folder, kind, fault)
             workers.results()
-            results = []
             for worker in workers:
                 worker.start(send)
-            return workers.results() 
+            return [worker.result() for worker in workers if fault != "dies" or worker is not workers[1]]
         finally:
             for worker in workers:
-                worker.kill()  # a process group is not for another test
+                worker.kill()  # its process group is for no other test
+
+
+@pytest.mark.parametrize(("kind", "count"), [("fsdp", 2), ("fsdp", 4), ("tp", 2), ("tp", 4), ("ddp", 2), ("ddp", 4)])
+def test_ranks_write_what_one_process_would(pool: WorkerPool, tmp_path: Path, kind: str, count: int) -> None:
+    whole, received = Policy(), Policy()
+    with trainer(tmp_path / "whole", whole, layout="hf", shard_bytes=200):
+        one = json.loads((tmp_path / "whole/policy/manifest.json").read_text())
+    assert sent(pool, count, tmp_path, kind) == ["1"] * count
+    own = json.loads((tmp_path / "policy/manifest.json").read_text())
+    assert {**own, "writer": ""} == {**one, "writer": ""}
+    assert len([*tmp_path.glob("policy/v*/*.safetensors")]) > count
+    nn.init.zeros_(received.embedding.weight)
+    with reader(tmp_path, received):
+        assert all(map(same_bits, received.state_dict().values(), whole.state_dict().values()))
+
+
+@pytest.mark.parametrize(("fault", "told"), [("raises", "no weights today"), ("cannot write", "File too large")])
+def test_an_error_of_one_rank_is_raised_in_all(pool: WorkerPool, tmp_path: Path, fault: str, told: str) -> None:
+    for got in sent(pool, 2, tmp_path, "fsdp", fault):
+        assert got.startswith("WeightSyncError: nothing was published: rank 1: ") and told in got
+    assert not [*tmp_path.glob("policy/manifest.json")] and not [*tmp_path.glob("policy/v*[0-9a-f]")]
+
+
+def test_a_rank_that_dies_ends_the_call_of_the_others(pool: WorkerPool, tmp_path: Path) -> None:
+    assert sent(pool, 2, tmp_path, "fsdp", "dies")[0].startswith("RuntimeError")
+    assert not [*tmp_path.glob("policy/manifest.json")]

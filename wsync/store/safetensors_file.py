@@ -44,9 +44,10 @@ def files_of(layout: Layout, shard_bytes: int, stem: str = "model") -> dict[str,
 
 def content_of(buffer: Buffer, shard_bytes: int, stem: str = "model") -> dict[str, Sequence[bytes | memoryview]]:
     """Return what ``files_of`` names, in pieces, with the index of a folder that has several files of tensors."""
-    layout, files = buffer.layout, files_of(buffer.layout, shard_bytes, stem)
+    layout, views, files = buffer.layout, buffer.views, files_of(buffer.layout, shard_bytes, stem)
+    metadata = FORMAT if shard_bytes else None
     content: dict[str, Sequence[bytes | memoryview]] = {
-        file: [header_of(layout, entries, FORMAT if shard_bytes else None), *tensors_of(buffer, entries)]
+        file: [header_of(layout, entries, metadata), *(raw_bytes(views[index]).numpy().data for index in entries)]
         for file, entries in files.items()
     }
     return content | index_of(layout, files, stem)
@@ -78,8 +79,3 @@ def header_of(layout: Layout, entries: Sequence[int], metadata: Mapping[str, str
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def tensors_of(buffer: Buffer, entries: Sequence[int]) -> list[memoryview]:
-    """Return the bytes of entries, as they follow the header."""
-    return [raw_bytes(buffer.views[index]).numpy().data for index in entries]

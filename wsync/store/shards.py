@@ -34,6 +34,8 @@ def publish_shards(files: Any, read: Callable[[], Snapshot], version: int, group
     tensors = dict[str, Tensor]()
 
     def plan() -> Manifest:
+        if not rank:
+            store.delete_before(0)  # what an error has left unfinished
         given = read()
         tensors.update(given.tensors)
         layout = _layout_of(given)
@@ -60,32 +62,24 @@ def publish_shards(files: Any, read: Callable[[], Snapshot], version: int, group
     name = manifest.name(manifest.version, whole=True)
     folder = name if store.local is None else name + UNFINISHED  # an object store cannot rename it
     shares, digest, end = [*files_of(layout, manifest.shard_bytes).items()], xxhash.xxh3_64(), 0
-    try:
-        for first in range(0, len(shares), count):
-            content, at = torch.empty(0, dtype=torch.uint8), 0
-            for owner, (_, entries) in enumerate(shares[first : first + count]):
-                if owner == rank:  # one piece of memory: many, between others that are freed, would leave gaps
-                    content = torch.empty(sum(layout.byte_ranges[index][1] for index in entries), dtype=torch.uint8)
-                for index in entries:
-                    whole = raw_bytes(_whole(tensors[layout.names[index]], group))
-                    if owner == rank:
-                        content[at : (at := at + len(whole))] = whole
-                    if not rank and layout.offsets[index] >= end:  # not tied to an earlier one
-                        digest.update(bytes(layout.offsets[index] - end))
-                        digest.update(whole.numpy(force=True).data)
-                        end = sum(layout.byte_ranges[index])
-                    del whole  # before the next one is gathered
-            write = None
-            if first + rank < len(shares):
-                file, entries = shares[first + rank]
-                pieces = [header_of(layout, entries, FORMAT), content.numpy().data]
-                write = partial(store.write, f"{folder}/{file}", {"": pieces})
-            _together(group, write)
-        return _together(group, None if rank else commit)[0]
-    except WeightSyncError:
-        if not rank:
-            store.delete_before(0)  # what is unfinished
-        raise
+    for first in range(0, len(shares), count):
+        content, at, write = torch.empty(0, dtype=torch.uint8), 0, None
+        for owner, (file, entries) in enumerate(shares[first : first + count]):
+            if owner == rank:  # one piece of memory: many, between others that are freed, would leave gaps
+                content = torch.empty(sum(layout.byte_ranges[index][1] for index in entries), dtype=torch.uint8)
+                head, path = header_of(layout, entries, FORMAT), f"{folder}/{file}"
+                write = partial(store.write, path, {"": [head, content.numpy().data]})
+            for index in entries:
+                whole = raw_bytes(_whole(tensors[layout.names[index]], group))
+                if owner == rank:
+                    content[at : (at := at + len(whole))] = whole
+                if not rank and layout.offsets[index] >= end:  # not tied to an earlier one
+                    digest.update(bytes(layout.offsets[index] - end))
+                    digest.update(whole.numpy(force=True).data)
+                    end = sum(layout.byte_ranges[index])
+                del whole  # before the next one is gathered
+        _together(group, write)
+    return _together(group, None if rank else commit)[0]
 
 
 def _together(group: Any, call: Callable[[], Any] | None) -> list[Any]:
