@@ -46,29 +46,37 @@ def begin(state: WorkerState, rank: int, count: int, folder: Path, kind: str, fa
     for module in (model.narrow, model) if kind == "fsdp" else ():
         fully_shard(module, mesh=mesh)
 
+    state.kept["fault"] = fault if rank == 1 else ""
+
     def transform(weights: Any) -> Any:
-        assert rank != 1 or fault != "raises", "no weights today"
-        if rank == 1 and fault == "dies":
+        assert state.kept["fault"] != "raises", "no weights today"
+        if state.kept["fault"] == "dies":
             os._exit(1)
         return weights
 
-    if rank == 1 and fault == "cannot write":
+    if state.kept["fault"] == "cannot write":
         resource.setrlimit(resource.RLIMIT_FSIZE, (16, resource.RLIM_INFINITY))
     scheme = wsync.StoreWeightSyncScheme(folder, layout="hf", shard_bytes=200, send_transform=transform)
     scheme.init_on_sender("policy", model=nn.parallel.DistributedDataParallel(model) if kind == "ddp" else model)
     state.schemes["policy"] = scheme
 
 
-def send(state: WorkerState) -> str:
-    """Send a version; return its number, or the error."""
-    try:
-        return str(state.schemes["policy"].send_shards().version)  # pyright: ignore[reportAttributeAccessIssue]
-    except RuntimeError as error:
-        return f"{type(error).__name__}: {error}"
+def send(state: WorkerState) -> list[str]:
+    """Send a version, and one without the fault; return their numbers, or the errors."""
+    got = list[str]()
+    for _ in range(2):
+        try:
+            report = state.schemes["policy"].send_shards()  # pyright: ignore[reportAttributeAccessIssue]
+            got.append(str(report.version))
+        except RuntimeError as error:
+            got.append(f"{type(error).__name__}: {error}")
+        state.kept["fault"] = ""
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return got
 
 
-def sent(pool: WorkerPool, count: int, folder: Path, kind: str, fault: str = "") -> list[str]:
-    """Send a version from ``count`` ranks; return what each has got."""
+def sent(pool: WorkerPool, count: int, folder: Path, kind: str, fault: str = "") -> list[list[str]]:
+    """Send versions from ``count`` ranks; return what each has got."""
     with pool.group(count) as workers:
         try:
             for rank, worker in enumerate(workers):
@@ -85,12 +93,13 @@ def sent(pool: WorkerPool, count: int, folder: Path, kind: str, fault: str = "")
 @pytest.mark.parametrize(("kind", "count"), [("fsdp", 2), ("fsdp", 4), ("tp", 2), ("tp", 4), ("ddp", 2), ("ddp", 4)])
 def test_ranks_write_what_one_process_would(pool: WorkerPool, tmp_path: Path, kind: str, count: int) -> None:
     whole, received = Policy(), Policy()
-    with trainer(tmp_path / "whole", whole, layout="hf", shard_bytes=200):
+    with trainer(tmp_path / "whole", whole, layout="hf", shard_bytes=200) as scheme:
+        scheme.send()
         one = json.loads((tmp_path / "whole/policy/manifest.json").read_text())
-    assert sent(pool, count, tmp_path, kind) == ["1"] * count
+    assert sent(pool, count, tmp_path, kind) == [["1", "2"]] * count
     own = json.loads((tmp_path / "policy/manifest.json").read_text())
-    assert {**own, "writer": ""} == {**one, "writer": ""}
-    assert len([*tmp_path.glob("policy/v*/*.safetensors")]) > count
+    assert {**own, "writer": ""} == {**one, "writer": ""}  # also the digests
+    assert len([*tmp_path.glob("policy/v00000002-*/*.safetensors")]) > count
     nn.init.zeros_(received.embedding.weight)
     with reader(tmp_path, received):
         assert all(map(same_bits, received.state_dict().values(), whole.state_dict().values()))
@@ -98,11 +107,12 @@ def test_ranks_write_what_one_process_would(pool: WorkerPool, tmp_path: Path, ki
 
 @pytest.mark.parametrize(("fault", "told"), [("raises", "no weights today"), ("cannot write", "File too large")])
 def test_an_error_of_one_rank_is_raised_in_all(pool: WorkerPool, tmp_path: Path, fault: str, told: str) -> None:
-    for got in sent(pool, 2, tmp_path, "fsdp", fault):
+    for got, after in sent(pool, 2, tmp_path, "fsdp", fault):
         assert got.startswith("WeightSyncError: nothing was published: rank 1: ") and told in got
-    assert not [*tmp_path.glob("policy/manifest.json")] and not [*tmp_path.glob("policy/v*[0-9a-f]")]
+        assert after == "2", "the ranks are in step"
+    assert [path.name[:9] for path in tmp_path.glob("policy/v*")] == ["v00000002"]
 
 
 def test_a_rank_that_dies_ends_the_call_of_the_others(pool: WorkerPool, tmp_path: Path) -> None:
-    assert sent(pool, 2, tmp_path, "fsdp", "dies")[0].startswith("RuntimeError")
+    assert sent(pool, 2, tmp_path, "fsdp", "dies")[0][0].startswith("RuntimeError: ")
     assert not [*tmp_path.glob("policy/manifest.json")]

@@ -110,11 +110,10 @@ def _layout_of(given: Snapshot) -> Layout:
 
 def _whole(tensor: Any, group: Any) -> Tensor:
     """Return a tensor of which each rank has a shard, or one as rank 0 has it: those of BatchNorm may differ."""
-    with torch.no_grad():
-        if is_sharded(tensor):
-            return tensor.full_tensor()
-        whole = tensor.detach().contiguous()
-        whole = torch.empty_like(whole) if dist.get_rank(group) else whole
-        if whole.numel():
-            dist.broadcast(raw_bytes(whole), group=group, group_src=0)
-        return whole
+    if is_sharded(tensor):
+        return tensor.detach().full_tensor()
+    whole = tensor.detach().contiguous()
+    whole = torch.empty_like(whole) if dist.get_rank(group) else whole
+    if whole.numel():
+        dist.broadcast(raw_bytes(whole), group=group, group_src=0)
+    return whole
