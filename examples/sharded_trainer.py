@@ -1,6 +1,8 @@
 """A trainer with a model that FSDP2 shards: all ranks gather the weights, and rank 0 sends them to the workers.
 
-torchrun --standalone --nproc-per-node 2 examples/sharded_trainer.py
+Given the URL of a store, all ranks also write each version to it, without the whole model on one of them.
+
+torchrun --standalone --nproc-per-node 2 examples/sharded_trainer.py [URL]
 """
 
 import os
@@ -61,6 +63,10 @@ def main() -> None:
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     torch.manual_seed(RANK)
 
+    store = wsync.StoreWeightSyncScheme(sys.argv[1], layout="hf") if sys.argv[1:] else None
+    if store:
+        store.init_on_sender("policy", model=model)  # in all ranks
+
     weights = get_model_state_dict(model, options=WHOLE)  # a call of all ranks; it returns {} in all but rank 0
     with wsync.SharedMemWeightSyncScheme() if RANK == 0 else nullcontext() as scheme:
         if scheme:
@@ -77,6 +83,8 @@ def main() -> None:
             scheme.connect(weights=weights, processes=workers)
         for _ in range(UPDATES):
             train(model, optimizer, device)
+            if store:
+                store.send_shards()  # a call of all ranks
             weights = get_model_state_dict(model, options=WHOLE)
             if scheme:
                 report = scheme.send(weights)
@@ -87,6 +95,9 @@ def main() -> None:
             assert version == report.version
             assert all(torch.equal(weights[name], torch.from_numpy(own[name])) for name in weights)
             worker.join()
+        if store:  # as any process reads it, on any machine
+            stored = wsync.StoreTransport(f"{store.url}/policy").receive_weights(timeout=60.0).flatten_keys(".")
+            assert all(torch.equal(weights[name], stored[name]) for name in weights)
         print(f"version {report.version}, {report.bytes} bytes: both workers have the gathered weights")
 
 

@@ -4,16 +4,8 @@ from learning.actor_critic import ActorCritic
 from learning.advantages import gae, vtrace
 from learning.encoders import CNN, MLP
 from learning.impala import IMPALA
-from learning.making import make_actor_critic
-from learning.networks import (
-    CategoricalPolicy,
-    Critic,
-    GaussianPolicy,
-    MultiCategoricalPolicy,
-    Policy,
-    make_critic,
-    make_policy,
-)
+from learning.making import make_actor_critic, make_critic, make_policy
+from learning.networks import CategoricalPolicy, Critic, GaussianPolicy, MultiCategoricalPolicy, Policy
 from learning.ppo import PPO
 from learning.recurrent import RNN, RecurrentNetwork, RecurrentPolicy
 

@@ -80,7 +80,6 @@ class ActorCritic(ABC):
     compile: bool | None = None
 
     def __post_init__(self) -> None:
-        """Make the optimizer."""
         last = self.epochs if self.epochs_final is None else self.epochs_final
         if min(self.epochs, last, self.minibatch_size, self.anneal_frames) < 1:
             raise ValueError("epochs, epochs_final, minibatch_size and anneal_frames must be at least 1")
@@ -113,6 +112,8 @@ class ActorCritic(ABC):
     @abstractmethod
     def update(self, batch: TensorDictBase) -> dict[str, float]:
         """Learn from one batch ``[*B, T]`` of a collector (time last); return statistics.
+
+        Where a batch has a bool "mask" ``[*B, T]``, only its true entries are frames.
 
         Raises:
             Diverged: a loss, the gradient or a parameter is not finite; the networks are unusable.

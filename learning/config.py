@@ -139,7 +139,6 @@ class RunFolders(Callback):
         self._pending.append(folder)
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        """Report on the sweep."""
         self.write()
 
     @classmethod

@@ -56,9 +56,8 @@ def feature_size(network: nn.Module, spec: SpecTree) -> int:
         features = features[0] if state else features
     if not isinstance(features, Tensor) or features.ndim != 3 or features.shape[:2] != (2, 3):
         got = list(features.shape) if isinstance(features, Tensor) else type(features).__name__
-        raise ValueError(
-            f"the network has to give one vector of features for each observation, [2, 3, F]; it gave {got}"
-        )
+        needed = "one vector of features for each observation, [2, 3, F]"
+        raise ValueError(f"the network has to give {needed}; it gave {got}")
     return features.shape[2]
 
 
@@ -71,7 +70,6 @@ class Flatten(nn.Module):
         self.size = sum(spec.shape.numel() for _, spec in paths)
 
     def forward(self, observation: Observation) -> Tensor:
-        """Return the vectors."""
         parts = [_unit(_at(observation, path), divisor).flatten(-dims) for path, dims, divisor in self.paths]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
@@ -92,14 +90,12 @@ class MLP(nn.Module):
         super().__init__()
         if activation not in ACTIVATIONS:
             raise ValueError(f"unknown activation {activation!r}: one of {', '.join(ACTIVATIONS)}")
-        paths = [*leaves(observation_spec)]
-        flatten = Flatten(paths)
-        layers = [
-            layer
-            for sizes in pairwise([flatten.size, *hidden])
-            for layer in (linear(*sizes), ACTIVATIONS[activation]())
-        ]
-        self.layers = nn.Sequential(*([] if _is_vector(observation_spec) else [flatten]), *layers)
+        flatten, one = Flatten([*leaves(observation_spec)]), observation_spec
+        is_vector = isinstance(one, Spec) and len(one.shape) == 1 and one.dtype.is_floating_point
+        layers: list[nn.Module] = [] if is_vector else [flatten]
+        for sizes in pairwise([flatten.size, *hidden]):
+            layers += [linear(*sizes), ACTIVATIONS[activation]()]
+        self.layers = nn.Sequential(*layers)
 
     def forward(self, observation: Observation) -> Tensor:
         """Return features ``[*B, hidden[-1]]``."""
@@ -156,7 +152,6 @@ class CNN(nn.Module):
         self.others = Flatten(others) if others else None
 
     def forward(self, observation: Observation) -> Tensor:
-        """Return features ``[*B, F]``."""
         parts = [network(_at(observation, path)) for path, network in zip(self.paths, self.images, strict=True)]
         if self.others is not None:
             parts.append(self.others(observation))
@@ -165,21 +160,14 @@ class CNN(nn.Module):
 
 def suits_convolutions(spec: Spec) -> bool:
     """Whether `spec` is that of an image (uint8 ``[C, H, W]`` or ``[H, W, C]``) with at least 36 rows and columns."""
-    return _is_image(spec) and min(_image_layout(spec)[2:]) >= SMALLEST
-
-
-def _is_image(spec: Spec) -> bool:
-    return spec.dtype == torch.uint8 and len(spec.shape) == 3
+    is_image = spec.dtype == torch.uint8 and len(spec.shape) == 3
+    return is_image and min(_image_layout(spec)[2:]) >= SMALLEST
 
 
 def _image_layout(spec: Spec) -> tuple[bool, int, int, int]:
     """Return whether channels are last (if the last size is less than the first), and channels, height and width."""
     first, second, third = spec.shape
     return (True, third, first, second) if third < first else (False, first, second, third)
-
-
-def _is_vector(spec: SpecTree) -> bool:
-    return isinstance(spec, Spec) and len(spec.shape) == 1 and spec.dtype.is_floating_point
 
 
 def _at(observation: Observation, path: tuple[str, ...]) -> Tensor:

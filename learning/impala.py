@@ -56,19 +56,16 @@ class IMPALA(ActorCritic):
     max_grad_norm: float = 40.0
 
     def __post_init__(self) -> None:
-        """Refuse a recurrent policy."""
         if isinstance(self.policy, RecurrentPolicy):
             raise ValueError("IMPALA learns policies without a state; a recurrent one needs algorithm=ppo")
         super().__post_init__()
 
     def update(self, batch: TensorDictBase) -> dict[str, float]:
-        """Learn from one batch ``[*B, T]`` of a collector (time last); return means over the gradient steps.
+        """Learn from a batch; return means over the gradient steps.
 
         Keys: ``loss_policy``, ``loss_value``, ``entropy`` and ``kl`` (nats, from the policy that acted),
         ``clip_fraction`` (of ratios above ``clip_rho``), ``grad_norm``, ``explained_variance``, ``value`` (scaled
         reward), ``epochs``, ``lr``.
-
-        Where a batch has a bool "mask" ``[*B, T]``, only its true entries are frames.
         """
         lr, epochs = self._begin_update(batch)
         x = self._prepare(batch)

@@ -15,12 +15,14 @@ from functools import partial
 from itertools import cycle, repeat
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 from torch import nn
 
+from collectors import BaseCollector
 from collectors.errors import ConfigError
 from learning import checkpoint
 from learning.actor_critic import ActorCritic, Diverged, check_finite
@@ -29,12 +31,7 @@ from learning.progress import Progress
 from learning.reporting import Reporter
 from learning.reporting.files import read_rows
 from learning.summary import summarise
-
-if TYPE_CHECKING:
-    from tensordict import TensorDictBase
-
-    from collectors import BaseCollector
-    from wsync import WeightSyncScheme
+from wsync import WeightSyncScheme
 
 
 class StopRequest:
@@ -45,20 +42,11 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
-        self.signal: signal.Signals | None = None
+        self.requested = False
+        self.exit_status = 0  # of a process that a signal ended: 128 + its number
         self.wants_checkpoint = False
         self._callbacks: list[Callable[[], object]] = []
         self._handlers: dict[int, Any] = {}
-
-    @property
-    def requested(self) -> bool:
-        """Whether a signal has arrived."""
-        return self.signal is not None
-
-    @property
-    def exit_status(self) -> int:
-        """The exit status of a process that a signal ended, 128 + its number; 0 without a signal."""
-        return 0 if self.signal is None else 128 + self.signal
 
     def add_callback(self, callback: Callable[[], object]) -> None:
         """Call `callback` when a signal arrives, inside the handler; at once if one has arrived."""
@@ -82,7 +70,8 @@ class StopRequest:
     def _request(self, number: int, frame: FrameType | None) -> None:
         if signal.SIGINT in self._handlers:
             signal.signal(signal.SIGINT, self._handlers.pop(signal.SIGINT))
-        callbacks, self._callbacks, self.signal = self._callbacks, [], self.signal or signal.Signals(number)
+        callbacks, self._callbacks = self._callbacks, []
+        self.requested, self.exit_status = True, self.exit_status or 128 + number
         for callback in callbacks:
             callback()
 
@@ -107,16 +96,13 @@ class WeightDelay:
         self.skipped = 0  # versions that will not be sent, as a newer one was sent in their place, by `exchange`
 
     def __len__(self) -> int:
-        """Return the number of versions held back."""
         return len(self._held_back)
 
     def acting_policy(self, policy: nn.Module) -> nn.Module:
         """Return a module with the weights that workers have or start with; after a resume they may be older."""
-        if self._delays is None:
-            return policy
-        if self._acting is None:
+        if self._acting is None and self._delays is not None:
             self._acting = copy.deepcopy(policy)
-        return self._acting
+        return policy if self._acting is None else self._acting
 
     def exchange(self, policy: nn.Module) -> nn.Module | None:
         """Take the weights of `policy` after an update; return what to send now, valid until the next call, or None."""
@@ -134,7 +120,6 @@ class WeightDelay:
         return acting
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the weights that are held back, and those that workers have."""
         acting = None if self._acting is None else self._acting.state_dict()
         return {"held_back": [weights for _, weights in self._held_back], "updates": self._updates, "acting": acting}
 
@@ -270,17 +255,15 @@ class Training:
         observations, mask = self.observations, batch.get("mask", None)
         if mask is not None and not mask.any():  # of one step, in which all environments were reset
             return {}
-        if observations is None:
-            return self.learner.update(self.rewards(batch))
-        if first := observations.is_new:
+        first = observations is not None and observations.is_new
+        if observations is not None and first:
             observations.update(batch.get("observation"), mask)
         learning = self.learner.update(self.rewards(batch))
-        if not first:
+        if observations is not None and not first:
             observations.update(batch.get("observation"), mask)
         return learning
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as tensors and plain values."""
         return {
             "learner": self.learner.state_dict(),
             "progress": self.progress.state_dict(),

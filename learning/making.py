@@ -1,14 +1,15 @@
-"""Making a policy and its critic around a network of any kind."""
+"""Making a policy and its critic: around a network of any kind, or around an MLP."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from collectors.environments.specs import ACTION_MASK, Spec, SpecTree
-from learning.encoders import feature_size, linear
-from learning.networks import Critic, Network, Policy, policy_for
+from learning.encoders import MLP, feature_size, linear
+from learning.networks import CategoricalPolicy, Critic, GaussianPolicy, Network, Policy, policy_for
 from learning.normalization import ObservationNormalizer
 from learning.recurrent import FeatureSlice, RecurrentCritic, RecurrentNetwork, RecurrentPolicy, SideBySide
 
@@ -52,8 +53,32 @@ def make_actor_critic(
         policy = RecurrentPolicy(Network(trunk, heads.network, normalizer), heads)
         return policy, RecurrentCritic(Network(trunk, critic_head, normalizer))
     size = feature_size(trunk, observation_spec)
-    policy = policy_for(
-        action_spec, lambda outputs: Network(trunk, linear(size, outputs, 0.01), normalizer), initial_std
-    )
+    policy = policy_for(action_spec, lambda n: Network(trunk, linear(size, n, 0.01), normalizer), initial_std)
     critic_trunk = trunk if shared else make_network(observation_spec)
     return policy, Critic(Network(critic_trunk, linear(size, 1, 1.0), normalizer))
+
+
+def make_policy(
+    observation: int | SpecTree,
+    action_spec: Spec,
+    hidden: Sequence[int] = (64, 64),
+    activation: str = "tanh",
+    initial_std: float = 1.0,
+) -> CategoricalPolicy | GaussianPolicy:
+    """Make a policy with an :class:`MLP`; `observation` is the spec of an observation, or the length of a flat one.
+
+    The action's spec decides about the distribution of actions: see :func:`make_actor_critic` for the rest, and errors.
+    """
+    trunk = MLP(_spec(observation), hidden, activation)
+    size = feature_size(trunk, _spec(observation))
+    return policy_for(action_spec, lambda outputs: Network(trunk, linear(size, outputs, 0.01)), initial_std)
+
+
+def make_critic(observation: int | SpecTree, hidden: Sequence[int] = (64, 64), activation: str = "tanh") -> Critic:
+    """Make a value network, observations ``[*B, *obs]`` to values ``[*B]``; see :func:`make_policy`."""
+    trunk = MLP(_spec(observation), hidden, activation)
+    return Critic(Network(trunk, linear(feature_size(trunk, _spec(observation)), 1, 1.0)))
+
+
+def _spec(observation: int | SpecTree) -> SpecTree:
+    return Spec(torch.Size([observation]), torch.float32) if isinstance(observation, int) else observation

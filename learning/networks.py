@@ -6,7 +6,6 @@ import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,32 +14,30 @@ from torch import Tensor, distributions, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from collectors.environments.specs import ACTION_MASK, Spec, SpecTree
+from collectors.environments.specs import ACTION_MASK, Spec
 from collectors.rollouts.sampled import Act, SampledPolicy
-from learning.encoders import MLP, Observation, feature_size, linear
+from learning.encoders import MLP, Observation
 from learning.normalization import ObservationNormalizer, normalized
 
 
 class Network(nn.Module):
-    """A trunk, which maps normalised observations to features ``[*B, F]``, and a head, which maps these to outputs.
+    """A normalizer of observations, a trunk, which maps them to features ``[*B, F]``, and a head for the outputs.
 
     Several networks may share one trunk.
     """
 
+    trunk: Any  # a module, or a `RecurrentNetwork`
+
     def __init__(self, trunk: nn.Module, head: nn.Module, normalizer: ObservationNormalizer | None = None) -> None:
         super().__init__()
-        self.trunk, self.head, self.normalizer = trunk, head, normalizer
-
-    def normalized(self, observation: Observation) -> Observation:
-        """Return the observations as the trunk gets them."""
-        return observation if self.normalizer is None else self.normalizer(observation)
+        self.normalizer = normalizer or nn.Identity()
+        self.trunk, self.head = trunk, head
 
     def features(self, observation: Observation) -> Tensor:
         """Return the features, which networks with the same trunk and normalizer share."""
-        return self.trunk(self.normalized(observation))
+        return self.trunk(self.normalizer(observation))
 
     def forward(self, observation: Observation) -> Tensor:
-        """Return the outputs."""
         return self.head(self.features(observation))
 
 
@@ -50,18 +47,16 @@ def operations(module: nn.Module) -> list[tuple[Callable[..., Any], tuple[Tensor
     To look a tensor up, or to call a module, takes as long as a small layer: a worker looks up once in a batch.
     Versions are installed into the same tensors. A module with hooks, or of any other class, is one function.
     """
-    kind, parts = type(module), [*module.children()]
+    kind = type(module)
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
         return [(module, ())]
     if isinstance(module, nn.Linear) and kind is nn.Linear:
         return [(functional.linear, (module.weight, module.bias))]
     if isinstance(module, ObservationNormalizer) and kind is ObservationNormalizer and module.paths == [()]:
         return [(normalized, (module.moments[0].mean, module.moments[0].scale))]
-    if isinstance(module, Network) and kind is Network:
-        parts = [part for part in (module.normalizer, module.trunk, module.head) if part is not None]
-    elif kind not in (MLP, nn.Sequential):
+    if kind not in (Network, MLP, nn.Sequential, nn.Identity):
         return [(module, ())]
-    return [one for part in parts for one in operations(part)]
+    return [one for part in module._modules.values() if part is not None for one in operations(part)]
 
 
 class Policy(SampledPolicy):
@@ -86,10 +81,9 @@ class Policy(SampledPolicy):
     @override
     def prepare(self) -> Act:
         own = inspect.unwrap(type(self).distribution_parameters) is not Policy.distribution_parameters
-        if own or vars(self).keys() & {"distribution_parameters", "to_parameters", "choose"}:  # of yours
+        if own or "distribution_parameters" in vars(self):  # of yours
             return super().prepare()
-        chain = operations(self.network)
-        to_parameters, choose = (partial(one, self) for one in (type(self).to_parameters, type(self).choose))
+        chain, to_parameters, choose = operations(self.network), self.to_parameters, self.choose
 
         def act(observation: Observation, noise: Tensor | None) -> tuple[Tensor, Tensor]:
             output = observation
@@ -119,9 +113,7 @@ class Policy(SampledPolicy):
 
 def action_mask(observation: Observation) -> Tensor | None:
     """Return the action mask of an observation, bool; None if it has none."""
-    if not isinstance(observation, TensorDictBase):
-        return None
-    mask = observation.get(ACTION_MASK, None)
+    mask = observation.get(ACTION_MASK, None) if isinstance(observation, TensorDictBase) else None
     return None if mask is None else mask != 0
 
 
@@ -237,7 +229,6 @@ class Critic(nn.Module):
         self.network = network
 
     def forward(self, observation: Observation) -> Tensor:
-        """Return the value of each observation."""
         return self.network(observation).squeeze(-1)
 
 
@@ -267,29 +258,3 @@ def policy_for(
         raise ValueError("a continuous action spec needs low and high")
     low, high = (bound.float().flatten() for bound in (action_spec.low, action_spec.high))
     return GaussianPolicy(make_network(len(low)), low, high, initial_std)
-
-
-def make_policy(
-    observation: int | SpecTree,
-    action_spec: Spec,
-    hidden: Sequence[int] = (64, 64),
-    activation: str = "tanh",
-    initial_std: float = 1.0,
-) -> CategoricalPolicy | GaussianPolicy:
-    """Make a policy with an :class:`MLP`; `observation` is the spec of an observation, or the length of a flat one.
-
-    The action's spec decides about the distribution of actions: see :func:`make_actor_critic` for the rest, and errors.
-    """
-    trunk = MLP(_spec(observation), hidden, activation)
-    size = feature_size(trunk, _spec(observation))
-    return policy_for(action_spec, lambda outputs: Network(trunk, linear(size, outputs, 0.01)), initial_std)
-
-
-def make_critic(observation: int | SpecTree, hidden: Sequence[int] = (64, 64), activation: str = "tanh") -> Critic:
-    """Make a value network, observations ``[*B, *obs]`` to values ``[*B]``; see :func:`make_policy`."""
-    trunk = MLP(_spec(observation), hidden, activation)
-    return Critic(Network(trunk, linear(feature_size(trunk, _spec(observation)), 1, 1.0)))
-
-
-def _spec(observation: int | SpecTree) -> SpecTree:
-    return Spec(torch.Size([observation]), torch.float32) if isinstance(observation, int) else observation

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from collectors.environments.specs import Spec, SpecTree
 from learning.encoders import Observation, leaves
 
-CLIP = 10.0
-"""Normalised values are clipped to ± this, as in Stable-Baselines3's VecNormalize and in CleanRL."""
+CLIP = 10.0  # normalised values are clipped to ± this, as in Stable-Baselines3's VecNormalize and in CleanRL
 
 
 class Moments(nn.Module):
@@ -37,7 +36,6 @@ class Moments(nn.Module):
 
     @torch.no_grad()
     def update(self, rows: Tensor) -> None:
-        """Take `rows` into account."""
         rows, before, n = rows.double(), self.count.item(), len(rows)
         if n == 0:
             return
@@ -62,7 +60,6 @@ class ObservationNormalizer(nn.Module):
         self.moments: Any = nn.ModuleList(Moments(*shape) for shape in measured.values())
 
     def forward(self, observation: Observation) -> Observation:
-        """Return normalised observations."""
         if not isinstance(observation, TensorDictBase):
             return normalized(observation, self.moments[0].mean, self.moments[0].scale) if self.paths else observation
         result = observation.copy()

@@ -125,10 +125,8 @@ def check(config: TrainConfig, settings: Collection[str]) -> None:
                 said = error.errors()[0]["msg"].replace("Input should", "it has to")
                 raise ConfigError(f"{name}={value}: {said}") from error
     rows = config.num_envs * (config.num_workers if getattr(config.collector, "sync", True) else 1)
-    if config.frames_per_batch < rows:
-        raise ConfigError(
-            f"frames_per_batch={config.frames_per_batch}: a batch has at least one frame of each of {rows} environments"
-        )
+    if (given := config.frames_per_batch) < rows:
+        raise ConfigError(f"frames_per_batch={given}: a batch has at least one frame of each of {rows} environments")
     joins = getattr(config.collector, "cat_results", "stack")
     if joins != "stack" and not (config.num_envs > 1 and joins in (0, -2)):
         raise ConfigError(f"collector.cat_results={joins}: it has to be stack, or 0 where num_envs is above 1")

@@ -60,13 +60,11 @@ class PPO(ActorCritic):
     max_weight: float = 2.0
 
     def update(self, batch: TensorDictBase) -> dict[str, float]:
-        """Learn from one batch ``[*B, T]`` of a collector (time last); return means over the gradient steps.
+        """Learn from a batch; return means over the gradient steps.
 
         Keys: ``loss_policy``, ``loss_value``, ``entropy`` and ``kl`` (nats), ``clip_fraction``, ``grad_norm``,
         ``explained_variance``, ``value`` (scaled reward), ``epochs``, ``lr``, ``clip``; with ``decoupled`` also
         ``kl_acted``, from the policy that acted to the one before the update (nats).
-
-        Where a batch has a bool "mask" ``[*B, T]``, only its true entries are frames.
         """
         lr, epochs = self._begin_update(batch)
         clip = self._scheduled(self.clip, self.clip_final)
@@ -131,9 +129,8 @@ class PPO(ActorCritic):
 
     def _value(self, step: TensorDictBase) -> Tensor:
         """Return the values of the observations of `step`; those of a recurrent critic depend on the state as well."""
-        state = step.get(STATE, None)
-        inputs = (step.get("observation"),) if state is None else (step.get("observation"), state)
-        return self.critic(*inputs)
+        keys = ("observation", STATE) if isinstance(self.policy, RecurrentPolicy) else ("observation",)
+        return self.critic(*(step.get(key) for key in keys))
 
     def _evaluate(self, frames: Frames) -> tuple[Distribution, Tensor, Frames]:
         """Return the distributions of actions, the values and the frames, ``[n, ...]`` each."""

@@ -6,18 +6,14 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from tensordict import TensorDictBase
 
-from collectors.batches import frames_of
+from collectors.batches import Staleness, frames_of
+from wsync import SyncMetrics, SyncReport
 from wsync.metrics import percentile
-
-if TYPE_CHECKING:
-    from tensordict import TensorDictBase
-
-    from collectors.batches import Staleness
-    from wsync import SyncMetrics, SyncReport
 
 WINDOW = 100  # episodes in the mean return that is compared with the threshold of a solved environment
 RECENT = 1000  # updates in a row's percentiles; the summary's are over all of them
@@ -37,13 +33,6 @@ class SyncRow:
     p99_us: float
     bytes: int
     phases_us: Mapping[str, float]
-
-    @classmethod
-    def of(cls, report: SyncReport, recent_us: Sequence[float]) -> SyncRow:
-        """Return the row for the report of one update; `recent_us` are the recent latencies, including this one."""
-        p50, p95, p99 = (percentile(recent_us, share) for share in (0.5, 0.95, 0.99))
-        phases = {phase: seconds * 1e6 for phase, seconds in report.phases.items()}
-        return cls(report.seconds * 1e6, p50, p95, p99, report.bytes, phases)
 
 
 @dataclass(frozen=True)
@@ -112,10 +101,8 @@ class Progress:
     solved_after: int | None = None  # the frames after which the environment was first solved
     resumes: int = 0
     _began: float | None = None
-    _staleness: float = 0.0
-    _oldest: int = 0  # staleness of the oldest frame of the last batch
     _dropped_before: tuple[int, int] = (0, 0)  # batches and frames, before a resume
-    _returns: Sequence[float] = ()
+    _batch: Mapping[str, Any] = field(default_factory=dict)  # the figures of a row that are of the last batch alone
     _reported: SyncReport | None = None
     _recent_us: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
@@ -130,7 +117,6 @@ class Progress:
 
     @property
     def frames_per_second(self) -> float:
-        """Frames per second, over all resumed runs."""
         return self.frames / self.seconds if self.seconds > 0 else 0.0
 
     @property
@@ -151,11 +137,11 @@ class Progress:
         """
         mask, versions = batch.get("mask", None), batch.get("policy_version")
         versions = versions[versions >= 0 if mask is None else (versions >= 0) & mask]  # -1: a random action
-        self._staleness = version - float(versions.double().mean()) if versions.numel() else 0.0
-        self.versions_behind += self._staleness * versions.numel()
+        staleness = version - float(versions.double().mean()) if versions.numel() else 0.0
+        self.versions_behind += staleness * versions.numel()
         self.acted_frames += versions.numel()
-        self._oldest = version - int(versions.min()) if versions.numel() else 0
-        self.staleness_max = max(self.staleness_max, self._oldest)
+        oldest = version - int(versions.min()) if versions.numel() else 0
+        self.staleness_max = max(self.staleness_max, oldest)
         if limits is not None:
             batches, frames = self._dropped_before
             self.dropped_batches, self.dropped_frames = batches + limits.dropped_batches, frames + limits.dropped_frames
@@ -163,9 +149,10 @@ class Progress:
 
         step = batch.get("next")
         done, returns = (step.get(key).movedim(-2, 0) for key in ("done", "episode_return"))  # time first
-        self._returns = returns[done].tolist()
-        self.episodes += len(self._returns)
-        self.window.extend(self._returns)
+        ended = returns[done].tolist()
+        self.episodes += len(ended)
+        self.window.extend(ended)
+        self._batch = {"episode_returns": ended, "staleness": staleness, "staleness_max": oldest}
 
     def synchronised(
         self, learning: Mapping[str, float], metrics: SyncMetrics, version: int, worker_failures: int = 0
@@ -175,27 +162,25 @@ class Progress:
         if report is not None and report is not self._reported:  # a send that does not wait is reported later
             self._reported = report
             self._recent_us.append(report.seconds * 1e6)
-            sync = SyncRow.of(report, self._recent_us)
+            p50, p95, p99 = (percentile(self._recent_us, share) for share in (0.5, 0.95, 0.99))
+            phases = {phase: seconds * 1e6 for phase, seconds in report.phases.items()}
+            sync = SyncRow(self._recent_us[-1], p50, p95, p99, report.bytes, phases)
         same = ("frames", "seconds", "frames_per_second", "seconds_learning", "episodes", "version", "resumes")
         return Row(
             **{name: getattr(self, name) for name in (*same, "dropped_batches", "dropped_frames")},
+            **self._batch,
             episodes_in_mean=len(self.window),
             episode_return_mean_100=self.return_mean,
-            episode_returns=self._returns,
-            staleness=self._staleness,
-            staleness_max=self._oldest,
             weight_sync=sync,
             learning=learning,
             worker_failures=worker_failures,
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters as plain values."""
         counters = {name: getattr(self, name) for name in _SAVED}
         return {**counters, "seconds": self.seconds, "window": list(self.window)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue counting from where `state_dict` was taken."""
         for name in _SAVED:
             setattr(self, name, state[name])
         self.frames_before, self.seconds_before = self.frames, state["seconds"]

@@ -148,7 +148,6 @@ class FeatureSlice(nn.Module):
         self.start, self.stop = start, stop
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return features ``[*B, stop - start]``."""
         return features[..., self.start : self.stop]
 
 
@@ -162,8 +161,7 @@ class RecurrentPolicy(TensorDictModuleBase):
     def __init__(self, network: Network, actions: Policy) -> None:
         super().__init__()
         self.in_keys = ["observation", STATE]
-        outputs: Any = ["action", "action_log_prob", ("next", STATE)]
-        self.out_keys = outputs
+        self.out_keys: Any = ["action", "action_log_prob", ("next", STATE)]
         self.network, self.actions = network, actions
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -171,10 +169,8 @@ class RecurrentPolicy(TensorDictModuleBase):
         observation = tensordict.get("observation")
         state = tensordict.get(STATE, None)
         if state is None:
-            trunk = self.network.trunk
-            assert isinstance(trunk, RecurrentNetwork)
-            state = next(self.parameters()).new_zeros(*tensordict.batch_size, trunk.state_size)
-        features, state = self.network.trunk(self.network.normalized(observation), state)
+            state = next(self.parameters()).new_zeros(*tensordict.batch_size, self.network.trunk.state_size)
+        features, state = self.network.trunk(self.network.normalizer(observation), state)
         parameters = self.actions.to_parameters(self.network.head(features), action_mask(observation))
         action = self.actions.choose(parameters, None if greedy() else self.actions.noise(parameters))
         tensordict.set("action", action)
@@ -184,9 +180,7 @@ class RecurrentPolicy(TensorDictModuleBase):
 
     def sequence(self, observation: Observation, state: Tensor, is_init: Tensor) -> tuple[Tensor, Tensor]:
         """Return the distributions' parameters and the features of `R` sequences of `T` steps, ``[R, T, *]``."""
-        trunk = self.network.trunk
-        assert isinstance(trunk, RecurrentNetwork)
-        features = trunk.sequence(self.network.normalized(observation), state, is_init)
+        features = self.network.trunk.sequence(self.network.normalizer(observation), state, is_init)
         return self.actions.to_parameters(self.network.head(features), action_mask(observation)), features
 
 
@@ -202,9 +196,8 @@ class RecurrentCritic(nn.Module):
 
     def forward(self, observation: Observation, state: Tensor) -> Tensor:
         """Return the values ``[*B]`` of observations ``[*B, *obs]`` in states ``[*B, S]``."""
-        features, _ = self.network.trunk(self.network.normalized(observation), state)
+        features, _ = self.network.trunk(self.network.normalizer(observation), state)
         return self.of_features(features)
 
     def of_features(self, features: Tensor) -> Tensor:
-        """Return the values for the features of the shared network."""
         return self.network.head(features).squeeze(-1)

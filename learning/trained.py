@@ -43,8 +43,7 @@ def load_policy(folder: str | Path) -> tuple[nn.Module, Callable[[], GymEnv]]:
         CheckpointError: there is no checkpoint, it is damaged, or it is of another network than ``config.yaml`` says.
     """
     folder = Path(folder)
-    path = folder / "config.yaml"
-    config = read_yaml(path)
+    config = read_yaml(path := folder / "config.yaml")
     try:
         env, policy_config = EnvConfig(**config["env"]), config["policy"]
     except (KeyError, TypeError) as error:
@@ -108,12 +107,10 @@ class Evaluation(Reporter):
     episodes: int = 10
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
-        """Begin without a result."""
         self._folder, self._next, self._best = folder, self.every, -math.inf
         self._lines = ["frames,version,return"]
 
     def update(self, row: Row) -> None:
-        """Play, if that many frames were collected since the last time."""
         if row.frames < self._next:
             return
         self._next, policy = row.frames + self.every, self.policy()

@@ -88,12 +88,10 @@ class ConsoleReporter(Reporter):
     _stopping: bool = False
 
     def __post_init__(self) -> None:
-        """Make the bar of the live display."""
         columns = TextColumn("[bold]frames"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn()
         self._bar = Progress(*columns, TextColumn("left"), TimeRemainingColumn())
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
-        """Show the title, the folder and the ids of the workers' processes."""
         self._folder = folder
         self._print(Text.assemble((self.title, "bold"), f" → {relative_path(folder)}"))
         if self.resumed:
@@ -121,11 +119,9 @@ class ConsoleReporter(Reporter):
         return Group(self._bar, line, stopping) if self._stopping else Group(self._bar, line)
 
     def note_stop_request(self) -> None:
-        """Have the live display say that the run is about to stop."""
         self._stopping = True
 
     def update(self, row: Row) -> None:
-        """Show `row`; plain lines at most every `interval` seconds."""
         self._latest = row
         if self._live is None and time.monotonic() - self._shown_at >= self.interval:
             self._shown_at = time.monotonic()

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -58,21 +56,12 @@ def replace_file(path: Path, content: bytes | memoryview) -> None:
                 os.fsync(file.fileno())
             os.replace(unfinished, path)
         finally:
-            if unfinished.is_file():
-                unfinished.unlink()
+            unfinished.unlink(missing_ok=True)
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
     """Return `value` as JSON; NaN and infinity, which JSON lacks, become null."""
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: finite(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return [finite(item) for item in value]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(finite(value), indent=indent, allow_nan=False)
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=indent)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -84,6 +73,14 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
         elif isinstance(value, int | float):
             figures[prefix + name] = value
     return figures
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write `rows` with a column for each name that any of them has."""
+    with file_errors(path), open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(dict.fromkeys(name for row in rows for name in row)))
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 def read_rows(folder: Path, frames: int | None = None) -> Iterator[dict[str, Any]]:
@@ -111,51 +108,41 @@ class RunFiles(Reporter):
     resumed_from: Path | None = None  # the folder of the run that this one continues; its metrics come first
     frames: int = 0  # those of that run that count
     resume: Mapping[Path, dict[str, Any]] = field(default_factory=dict)  # what a run that resumes this one reads
-    _folder: Path | None = None
-    _metrics: TextIOWrapper | None = None
+    _folder: Path | None = None  # set when the settings and the earlier metrics are there
     _summary: dict[str, Any] = field(default_factory=dict)
     _next_ledger: float = 0.0
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
-        """Write the settings, and open ``metrics.jsonl``; that of the earlier run may be missing."""
+        """Write the settings and the earlier run's metrics, which may be missing."""
         earlier = self.resumed_from
         history = list(read_rows(earlier, self.frames)) if earlier and (earlier / METRICS).exists() else []
-        self._folder = folder
         for path, content in {Path("config.yaml"): config, **self.resume}.items():
             with file_errors(folder / path):
                 (folder / path).parent.mkdir(exist_ok=True)
             replace_file(folder / path, yaml.safe_dump(content, sort_keys=False).encode())
         replace_file(folder / METRICS, "".join(to_json(row) + "\n" for row in history).encode())
-        with file_errors(folder / METRICS):
-            self._metrics = open(folder / METRICS, "a", encoding="utf-8", buffering=1)  # noqa: SIM115  (closed by finish)
+        self._folder = folder
 
     def update(self, row: Row) -> None:
         """Append a line; write now and then what `wsync status` shows."""
-        assert self._metrics is not None and self._folder is not None
-        with file_errors(self._folder / METRICS):
-            self._metrics.write(to_json(row.as_dict()) + "\n")
+        assert self._folder is not None
+        with file_errors(self._folder / METRICS), open(self._folder / METRICS, "a", encoding="utf-8") as file:
+            file.write(to_json(row.as_dict()) + "\n")
         if time.monotonic() > self._next_ledger:
             self._next_ledger = time.monotonic() + _LEDGER_INTERVAL
             replace_file(self._folder / LEDGER, to_json(ledger()).encode())
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Write ``summary.json``."""
         self._summary = summary
-        if self._metrics is not None and self._folder is not None:
+        if self._folder is not None:
             replace_file(self._folder / LEDGER, to_json(summary["ledger"]).encode())
             replace_file(self._folder / SUMMARY, f"{to_json(summary, indent=2)}\n".encode())
-            with file_errors(self._folder / METRICS):
-                self._metrics.close()
 
     def conclude(self) -> None:
         """Write ``metrics.csv``, and draw ``learning_curve.png`` and ``sync_latency.png``, if there are rows."""
-        if self._metrics is None or self._folder is None or not (rows := list(read_rows(self._folder))):
+        if self._folder is None or not (rows := list(read_rows(self._folder))):
             return
-        path, table = self._folder / "metrics.csv", [flat(row) for row in rows]
-        with file_errors(path), open(path, "w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, list(dict.fromkeys(name for row in table for name in row)))
-            writer.writeheader()
-            writer.writerows(table)
+        write_csv(self._folder / "metrics.csv", [flat(row) for row in rows])
         from learning.reporting import plots  # matplotlib takes most of a second to import
 
         for draw in (plots.learning_curve, plots.sync_latency):
@@ -174,15 +161,12 @@ class TensorBoardLogger(Reporter):
         self._writer: Any = None
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
-        """Open the file of events."""
         self._writer = self._make(str(folder))
 
     def update(self, row: Row) -> None:
-        """Write the numbers over the frames."""
         for name, value in flat(row.as_dict()).items():
             self._writer.add_scalar(name, value, row.frames)
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Close the file."""
         if self._writer is not None:
             self._writer.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import cycle, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,17 +17,14 @@ from rich.filesize import decimal
 
 from learning.progress import WINDOW
 from learning.reporting.console import microseconds, number
+from learning.reporting.sweep import OVER_RUN, Run
 from wsync.metrics import PHASES, percentile
-
-if TYPE_CHECKING:
-    from learning.reporting.sweep import Run
 
 INK, MUTED, BLUE, ORANGE, PALE, RED = "#1f2933", "#7b8794", "#2563eb", "#d97706", "#93c5fd", "#b91c1c"
 COLOURS = (BLUE, ORANGE, "#059669", "#db2777", "#7c3aed", "#64748b", "#0891b2", RED)
 Rows = Sequence[dict[str, Any]]
 _FEW = 5  # runs of a value: with fewer, their interval says nothing
-_RESAMPLES = 2000
-Groups = Mapping[str, Sequence["Run"]]
+Groups = Mapping[str, Sequence[Run]]
 
 
 def new_figure(
@@ -44,13 +41,14 @@ def new_figure(
         ax.spines[["top", "right"]].set_visible(False)
         ax.spines[["left", "bottom"]].set_color(MUTED)
         ax.tick_params(colors=INK, labelsize=9)
+        ax.xaxis.label.set_color(INK)
+        ax.yaxis.label.set_color(INK)
         ax.grid(True, axis="y", color="#e4e7eb", linewidth=0.8)
         ax.set_axisbelow(True)
     return figure, list(axes)
 
 
 def _threshold(ax: Axes, solved_at: float | None) -> None:
-    """Draw the return that counts as solved."""
     if solved_at is not None:
         ax.axhline(solved_at, color=MUTED, linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
         ax.annotate(f"solved at {solved_at:g}", (0.01, solved_at), xycoords=("axes fraction", "data"), va="bottom",
@@ -71,7 +69,7 @@ def _duration_axis(ax: Axes, axis: Axis) -> None:
     axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 100 * low else (1,)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: microseconds(value)))
     axis.set_minor_formatter(NullFormatter())
-    axis.set_label_text("latency of one update (log scale)", color=INK)
+    axis.set_label_text("latency of one update (log scale)")
 
 
 def _count_axis(ax: Axes) -> None:
@@ -81,7 +79,6 @@ def _count_axis(ax: Axes) -> None:
 
 
 def _say_instead(ax: Axes, text: str) -> None:
-    """Say why there is nothing to see."""
     ax.text(0.5, 0.6, text, transform=ax.transAxes, ha="center", fontsize=12, color=INK)
     ax.set(xticks=[], yticks=[])
 
@@ -100,12 +97,9 @@ def learning_curve(rows: Rows, summary: dict[str, Any]) -> Figure:
         f"{summary['seconds']:.1f} s ({number(summary['frames_per_second'], 0)} frames/s)"
     )
     figure, (ax,) = new_figure(8, 1, f"Learning curve, {summary.get('env', '')}".rstrip(", "), subtitle)
-    at, returns, before = [], [], 0
-    for row in rows:
-        ended = row["episode_returns"]
-        at.extend(np.linspace(before, row["frames"], len(ended) + 1)[1:])  # spread over their batch
-        returns.extend(ended)
-        before = row["frames"]
+    at, returns = [], [mean for row in rows for mean in row["episode_returns"]]
+    for row, (before, after) in zip(rows, pairwise([0, *(row["frames"] for row in rows)]), strict=True):
+        at.extend(np.linspace(before, after, len(row["episode_returns"]) + 1)[1:])  # spread over their batch
     ax.scatter(at, returns, s=8, color=PALE, alpha=0.6, linewidths=0, label="one episode", rasterized=True)
     known, few = _means(rows)
     label = "mean of all so far, fewer than 100" if few else "mean of the last 100"
@@ -115,9 +109,7 @@ def learning_curve(rows: Rows, summary: dict[str, Any]) -> Figure:
     for name, colour, label in (("worker_failures", RED, "a worker failed"), ("resumes", MUTED, "resumed")):
         for frames in (two["frames"] for one, two in pairwise(rows) if two[name] > one[name]):
             ax.axvline(frames, color=colour, linewidth=1.2, linestyle=":", label=label)
-    ax.set_xlabel("frames (environment steps)", color=INK)
-    ax.set_ylabel("return of an episode", color=INK)
-    ax.set_xlim(left=0, right=rows[-1]["frames"])
+    ax.set(xlabel="frames (environment steps)", ylabel="return of an episode", xlim=(0, rows[-1]["frames"]))
     _count_axis(ax)
     if not returns:
         _say_instead(ax, "No episode has ended.")
@@ -139,7 +131,7 @@ def sync_latency(rows: Rows, summary: dict[str, Any]) -> Figure:
     for p, style in zip((50, 95, 99), ("-", "--", ":"), strict=True):
         value = percentile(updates, p / 100)
         left.axhline(value, color=ORANGE, linewidth=1.3, linestyle=style, label=f"p{p}  {microseconds(value)}")
-    left.set_xlabel("update", color=INK)
+    left.set_xlabel("update")
     _duration_axis(left, left.yaxis)
     _legend(figure, left)
     bars = {phase: sync["phases_us"].get(phase) or 0.0 for phase in PHASES}
@@ -148,7 +140,7 @@ def sync_latency(rows: Rows, summary: dict[str, Any]) -> Figure:
     right.bar_label(drawn, [microseconds(value) for value in bars.values()], padding=4, fontsize=9, color=INK)
     right.invert_yaxis()
     right.set_title("median of each phase", loc="left", fontsize=9.5, color=MUTED)
-    right.set_xlabel("µs", color=INK)
+    right.set_xlabel("µs")
     right.margins(x=0.25)
     right.grid(False)
     return figure
@@ -178,24 +170,20 @@ def sweep_returns(groups: Groups, env: str, solved_at: float | None) -> Figure:
         if not ax.lines:
             _say_instead(ax, "No episode has ended.")
         _threshold(ax, solved_at)
-        ax.set_xlabel(label, color=INK)
-        ax.set_ylabel("mean return of the last 100 episodes", color=INK)
+        ax.set(xlabel=label, ylabel="mean return of the last 100 episodes")
     _legend(figure, axes[0], 3)
     return figure
 
 
 def iqm(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of the middle half of ``values``, and the ends of its 95 % interval (percentile bootstrap).
-
-    As in Agarwal et al. 2021, https://arxiv.org/abs/2108.13264, for one task.
-    """
+    """Return the interquartile mean and its 95 % bootstrap interval, https://arxiv.org/abs/2108.13264 (one task)."""
 
     def middle(samples: Any) -> Any:
         cut = samples.shape[-1] // 4
         return np.sort(samples, axis=-1)[..., cut : samples.shape[-1] - cut].mean(-1)
 
     own = np.asarray(values)
-    low, high = np.percentile(middle(np.random.default_rng(0).choice(own, (_RESAMPLES, own.size))), (2.5, 97.5))
+    low, high = np.percentile(middle(np.random.default_rng(0).choice(own, (2000, own.size))), (2.5, 97.5))
     return float(middle(own)), float(low), float(high)
 
 
@@ -210,23 +198,20 @@ def sweep_setting(groups: Groups, setting: str, env: str) -> Figure:
     subtitle = f"a dot for each complete run; line: {told}"
     figure, axes = new_figure(11, 2, f"Return over {setting}{env}", subtitle, (1, 1), 4.6 + 0.1 * len(groups))
     positive = [value for value in values if value > 0]
-    for ax, whole in zip(axes, (False, True), strict=True):
+    for ax, figure_name, of in zip(axes, ("return", OVER_RUN), ("last 100 episodes", "whole run"), strict=True):
         for (label, group), colour in zip(groups.items(), cycle(COLOURS), strict=False):
-            means: list[Any] = [run.return_over_run if whole else run.figures["return"] for run in group]
-            points = [(float(run.settings[setting]), mean) for run, mean in zip(group, means, strict=True)]
+            points = [(float(run.settings[setting]), run.figures[figure_name]) for run in group]
             ax.scatter(*zip(*points, strict=True), s=14, color=colour)
             at = sorted({x for x, _ in points})
             found = [[y for other, y in points if other == x] for x in at]
-            middle, low, high = zip(
-                *[(np.median(ys), min(ys), max(ys)) if few else iqm(ys) for ys in found], strict=True
-            )
+            bands = [(np.median(ys), min(ys), max(ys)) if few else iqm(ys) for ys in found]
+            middle, low, high = zip(*bands, strict=True)
             ax.plot(at, middle, color=colour, linewidth=2, label=label)
             ax.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
         if positive and values[0] >= 0 and values[-1] >= 8 * positive[0]:
             ax.set_xscale("symlog", linthresh=positive[0], base=2)
         ax.set_xticks(values, [f"{value:.3g}" for value in values], rotation=45 if len(values) > 6 else 0)
-        ax.set_xlabel(setting, color=INK)
-        ax.set_ylabel(f"mean return {'of the whole run' if whole else 'of the last 100 episodes'}", color=INK)
+        ax.set(xlabel=setting, ylabel=f"mean return of the {of}")
         if not values:
             _say_instead(ax, "No run was solved or finished.")
     _legend(figure, axes[0], 3)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import base64
-import csv
 import html
 import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from string import Template
@@ -20,10 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from learning.reporting.console import microseconds, number
-from learning.reporting.files import METRICS, SUMMARY, FolderError, file_errors, read_rows, read_summary
+from learning.reporting.files import METRICS, SUMMARY, FolderError, file_errors, read_rows, read_summary, write_csv
 from learning.summary import return_text
 
-PAGE, DATA = "sweep.html", "sweep.csv"
+PAGE, DATA, OVER_RUN = "sweep.html", "sweep.csv", "return over the run"
 FIGURES = {
     "s to solved": number,
     "frames to solved": partial(number, digits=0),
@@ -48,7 +47,6 @@ class Run:
 
     @property
     def backend(self) -> str:
-        """The scheme's name."""
         return self.summary["weight_sync"]["scheme"]
 
     @property
@@ -62,11 +60,15 @@ class Run:
         asked = (override.partition("=") for override in self.summary.get("overrides", ()))
         return {name: value for name, _, value in asked if name not in ("weight_sync", "seed")}
 
-    @property
+    @cached_property
     def figures(self) -> dict[str, Any]:
-        """What `FIGURES` names; None where the run has none."""
+        """What `FIGURES` names, and the mean return of 100 episodes averaged over all frames; None: there is none."""
         sync, solved = self.summary["weight_sync"], self.summary.get("solved_after_frames")
         reached = (row["seconds"] for row in self.rows if solved is not None and row["frames"] >= solved)
+        frames = pairwise([0, *(row["frames"] for row in self.rows)])
+        means = [(row["episode_return_mean_100"], b - a) for row, (a, b) in zip(self.rows, frames, strict=True)]
+        known = [(mean, weight) for mean, weight in means if mean is not None]
+        total = sum(mean * weight for mean, weight in known)
         return {
             "s to solved": next(reached, None),
             "frames to solved": solved,
@@ -74,15 +76,8 @@ class Run:
             "frames/s": self.summary["frames_per_second"],
             **{f"sync {p}": sync["latency_us"].get(p) for p in ("p50", "p95", "p99")},
             "mean staleness": self.summary["staleness"]["mean"],
+            OVER_RUN: total / sum(weight for _, weight in known) if known else None,
         }
-
-    @property
-    def return_over_run(self) -> float | None:
-        """The mean return of the last 100 episodes, averaged over the frames of the run; None if no episode ended."""
-        frames = [after - before for before, after in pairwise([0, *(row["frames"] for row in self.rows)])]
-        known = [one for one in zip(self.rows, frames, strict=True) if one[0]["episode_return_mean_100"] is not None]
-        total = sum(row["episode_return_mean_100"] * weight for row, weight in known)
-        return total / sum(weight for _, weight in known) if known else None
 
 
 def report(folder: Path, console: Console | None = None) -> None:
@@ -94,17 +89,12 @@ def report(folder: Path, console: Console | None = None) -> None:
     pictures = list(_draw(folder, runs))
     with file_errors(folder / PAGE):
         (folder / PAGE).write_text(_page(runs, left_out, pictures), encoding="utf-8")
-        with open(folder / DATA, "w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, [*columns(runs), "return over the run"])
-            writer.writeheader()
-            writer.writerows(
-                _cells(run, runs) | run.figures | {"return over the run": run.return_over_run} for run in runs
-            )
+    write_csv(folder / DATA, [_cells(run, runs) | run.figures for run in runs])
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console.width = 1000
     table = Table(box=SIMPLE_HEAD, title=f"{len(runs)} run{'s' * (len(runs) > 1)}", title_justify="left")
-    shown = [name for name in columns(runs) if not (console.is_terminal and name in _SPARE)]
+    shown = [name for name in _cells(runs[0], runs) if not (console.is_terminal and name in _SPARE)]
     for name in shown:
         table.add_column(name, justify="left" if name in ("backend", "status") else "right", no_wrap=True)
     for cells, is_median in table_rows(runs):
@@ -123,7 +113,6 @@ def read_runs(folder: Path) -> tuple[list[Run], list[str]]:
                 raise FolderError(f"{each} has no {SUMMARY}: it has not begun, or not ended, or was killed")
             run = Run(each, read_summary(each), list(read_rows(each)))
             _cells(run, [run])  # so that what they need is there
-            _ = run.return_over_run
             runs.append(run)
         except (AttributeError, FolderError, KeyError, TypeError) as error:
             left_out.append(str(error) if isinstance(error, FolderError) else f"{each} is damaged: {error!r}")
@@ -173,17 +162,13 @@ def groups(runs: Sequence[Run], without: str | None = None) -> dict[str, list[Ru
     return found
 
 
-def columns(runs: Sequence[Run]) -> list[str]:
-    """Return the columns of a table of ``runs``, including the settings that differ between them."""
-    return ["backend", *differing(runs), "seed", "status", "solved", *FIGURES]
-
-
 def _cells(run: Run, runs: Sequence[Run]) -> dict[str, str]:
+    """Return the row of `run` in a table of `runs`, by column; the settings that differ between them are columns."""
     settings = {name: run.settings.get(name, "default") for name in differing(runs)}
-    seed, status = str(run.summary.get("seed")), run.summary["status"]
-    told = {"backend": run.backend, **settings, "seed": seed, "status": status}
-    figures = {name: FIGURES[name](value) for name, value in run.figures.items()}
-    return told | {"solved": "yes" if run.summary["solved"] else "no"} | figures
+    solved = "yes" if run.summary["solved"] else "no"
+    told = {"seed": str(run.summary.get("seed")), "status": run.summary["status"], "solved": solved}
+    figures = {name: write(run.figures[name]) for name, write in FIGURES.items()}
+    return {"backend": run.backend, **settings, **told, **figures}
 
 
 def table_rows(runs: Sequence[Run]) -> Iterator[tuple[dict[str, str], bool]]:
@@ -209,7 +194,7 @@ def _draw(folder: Path, runs: Sequence[Run]) -> Iterator[Path]:
         "sweep_latency.png": plots.sweep_latency(groups(runs)),
     }
     if (setting := numeric_setting(runs)) is not None:
-        ended = [run for run in runs if run.complete and None not in (run.figures["return"], run.return_over_run)]
+        ended = [run for run in runs if run.complete and None not in (run.figures["return"], run.figures[OVER_RUN])]
         figures = {"sweep_setting.png": plots.sweep_setting(groups(ended, setting), setting, env), **figures}
     for name, figure in figures.items():
         with file_errors(folder / name):
@@ -218,12 +203,11 @@ def _draw(folder: Path, runs: Sequence[Run]) -> Iterator[Path]:
 
 
 def _page(runs: Sequence[Run], left_out: Sequence[str], pictures: Sequence[Path]) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns(runs))
-    rows = [
-        (is_median, "".join(f"<td>{html.escape(cell)}</td>" for cell in cells.values()))
-        for cells, is_median in table_rows(runs)
-    ]
-    body = "".join(f'<tr class="{"median" if is_median else ""}">{cells}</tr>\n' for is_median, cells in rows)
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in _cells(runs[0], runs))
+    body = ""
+    for cells, is_median in table_rows(runs):
+        row = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells.values())
+        body += f'<tr class="{"median" if is_median else ""}">{row}</tr>\n'
     encoded = {one.name: base64.b64encode(one.read_bytes()).decode() for one in pictures}
     images = "".join(f'<img alt="{name}" src="data:image/png;base64,{one}">\n' for name, one in encoded.items())
     title = html.escape(f"{common(runs, 'env') or 'Sweep'}: {len(runs)} run{'s' * (len(runs) > 1)}")

@@ -31,7 +31,6 @@ class WandbLogger(Reporter):
 
     Args:
         project: wandb's project; None: WANDB_PROJECT, else "wsync".
-        entity: wandb's entity.
         group: wandb's group; None: WANDB_RUN_GROUP, else the environment and the algorithm. A sweep's runs share one.
         id: wandb's id of the run; in a sweep, ``WANDB_RUN_ID`` and the number of the run.
         tags: wandb's tags; none: WANDB_TAGS, else the environment, the scheme and the algorithm.
@@ -50,7 +49,6 @@ class WandbLogger(Reporter):
     close_within: float = 60.0
 
     def __post_init__(self) -> None:
-        """Start nothing yet."""
         self._init: dict[str, Any] = {}
         self._rows: queue.SimpleQueue[tuple[float, Row] | None] = queue.SimpleQueue()  # with the time of each
         self._ending = threading.Event()
@@ -59,7 +57,6 @@ class WandbLogger(Reporter):
         self._thread: threading.Thread | None = None
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
-        """Start the thread; wandb's files go to `folder`, and `config` is wandb's config."""
         scheme, algorithm = (config.get(one, {}).get("_target_", "") for one in ("weight_sync", "algorithm"))
         kinds = [one.rpartition(".")[2] for one in (scheme, algorithm)]
         env = config.get("env", {}).get("id", "")
@@ -76,16 +73,13 @@ class WandbLogger(Reporter):
         self._thread.start()
 
     def update(self, row: Row) -> None:
-        """Queue `row` for the thread."""
         if self._thread is not None and self._thread.is_alive():
             self._rows.put((time.time(), row))
 
     def finish(self, summary: dict[str, Any]) -> None:
-        """Remember `summary`."""
         self._summary = summary
 
     def conclude(self) -> None:
-        """Wait until the queued rows are sent."""
         if self._thread is None:
             return
         self._rows.put(None)

@@ -126,7 +126,7 @@ def test_a_worker_over_a_link_that_loses_packets_and_is_cut(trainer: Trainer, se
 
 def test_a_store_over_a_link_that_loses_packets_and_is_cut(trainer: Trainer, tmp_path: Path) -> None:
     with bad_link(0.05) as link, served(tmp_path, HERE) as url:
-        sent = {1: trainer.do(BEGIN.replace("made = model()", LARGE).format(url=str(tmp_path)))}
+        sent = {1: trainer.do(BEGIN.replace("made = model()", LARGE).format(url=str(tmp_path), form={}))}
         with seen_from(url) as seen:
             for number in range(30):
                 version, digests = trainer.do(SEND)

@@ -36,13 +36,27 @@ def scatter(made: nn.Module) -> dict[str, str]:
     with torch.no_grad():
         for tensor in [*made.parameters(), *made.buffers()]:
             tensor.copy_(torch.randint(-100, 100, tensor.shape) / 7)
+    return digests(made)
+
+
+def nudge(made: nn.Module, rows: int = 1) -> dict[str, str]:
+    """Set some rows of two weights to random values; return digests of the bytes."""
+    with torch.no_grad():
+        for one in made[0], made[1]:
+            one.weight[:rows] = torch.rand(rows, 64)
+        made.count += 1
+    return digests(made)
+
+
+def digests(made: nn.Module) -> dict[str, str]:
+    """Return digests of the bytes of all weights."""
     return {
         name: hashlib.sha256(one.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
         for name, one in made.state_dict().items()
     }
 
 
-names = {"torch": torch, "nn": nn, "wsync": wsync, "model": model, "fill": fill, "scatter": scatter}
+names = {"torch": torch, "nn": nn, "wsync": wsync, "model": model, "fill": fill, "scatter": scatter, "nudge": nudge}
 print(json.dumps({"number": 0}), flush=True)
 for line in sys.stdin:
     result = error = None

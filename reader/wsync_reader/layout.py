@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from functools import cache
+from importlib import import_module
 from math import prod
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import numpy as np
@@ -68,6 +69,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         columns, count = (new.names, new.shapes, new.strides, new.dtypes, new.offsets), len({*new.names})
         sound = count and {len(column) for column in columns} == {count}
         sound = sound and all(0 <= leader < index < count for index, leader in new.ties)
+        sound = sound and new.nbytes <= sum(map(new.size, {*range(count)} - {*dict(new.ties)})) + ALIGNMENT * count
         if not sound or any(offset < 0 or offset + new.size(i) > new.nbytes for i, offset in enumerate(new.offsets)):
             raise ValueError("a layout that was received is malformed")
         return new
@@ -119,3 +121,25 @@ def checksum_of(memory: np.ndarray, more: bytes) -> int:
     digest = xxhash.xxh3_64(memory.data)
     digest.update(more)
     return digest.intdigest() or 1
+
+
+def require(package: str, extra: str) -> Any:
+    """Return a package that an extra installs; ModuleNotFoundError: it is missing."""
+    try:
+        return import_module(package)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{package} is missing: pip install 'wsync-rl-reader[{extra}]'") from error
+
+
+def with_difference(base: np.ndarray, payload: np.ndarray) -> np.ndarray:
+    """Return the version that ``payload`` (``wsync.transforms``) is away from ``base``; ValueError: it is malformed."""
+    zstandard = require("zstandard", "delta")
+    width, frame = int(payload[0]), payload[1:].data
+    try:
+        if width not in (1, 2, 4, 8) or zstandard.frame_content_size(frame) != len(base):
+            raise ValueError(f"the difference is not one of {len(base)} bytes")
+        planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(frame), np.uint8)
+    except zstandard.ZstdError as error:
+        raise ValueError(f"the difference is malformed: {error}") from error
+    changed = np.ascontiguousarray(planes.reshape(width, -1).T).reshape(-1)
+    return (base.view(np.uint64) ^ changed.view(np.uint64)).view(np.uint8)

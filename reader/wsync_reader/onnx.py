@@ -35,9 +35,8 @@ class OnnxModel:
 
         LayoutMismatch: one has no initialiser, or one of another shape or dtype; nothing was changed.
         """
-        new = (
-            onnx.ModelProto()
-        )  # not `SessionOptions.add_initializer`: constants would be folded with the file's values
+        # Not `SessionOptions.add_initializer`: constants would be folded with the file's values.
+        new = onnx.ModelProto()
         new.CopyFrom(self._model)
         initialisers = {one.name: one for one in new.graph.initializer}
         for name, initialiser in (self._names or dict(zip(weights, weights, strict=True))).items():
@@ -47,7 +46,5 @@ class OnnxModel:
             has, wants = weights.dtypes[name], helper.tensor_dtype_to_np_dtype(own.data_type).name
             if (has, array.shape) != (wants, tuple(own.dims)):
                 raise LayoutMismatch(f"'{name}' is {has}{[*array.shape]}, not {wants}{[*own.dims]}")
-            own.CopyFrom(
-                onnx.TensorProto(name=own.name, data_type=own.data_type, dims=own.dims, raw_data=array.tobytes())
-            )
+            own.CopyFrom(helper.make_tensor(own.name, own.data_type, own.dims, array.tobytes(), raw=True))
         self._session, self.version = self._built(new), weights.version

@@ -90,11 +90,10 @@ class Reader(AbstractContextManager["Reader"]):
     def start(self, deadline: float | None) -> Self:
         """Wait for the first version; see ``wsync_reader.open``."""
         self._deadline, timeout = deadline, None if deadline is None else deadline - time.monotonic()
-        with lock:
-            _readers.append(self)
         try:
-            self._thread.start()
             with lock:
+                _readers.append(self)
+                self._thread.start()
                 lock.wait_for(lambda: self._is_ready or self._trouble or self.closed, timeout)
             if not self._is_ready:
                 raise self._trouble or SyncTimeout(f"{self.where}: there was no version in time")

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from wsync_reader.layout import Layout, NotConnected, SyncTimeout, Weights, checksum_of
+from wsync_reader.layout import Layout, NotConnected, SyncTimeout, Weights, checksum_of, require, with_difference
 from wsync_reader.receiving import Reader, lock
 from wsync_reader.wire import Address, Link
 
@@ -85,7 +85,7 @@ class _Session:
         self._link.greet(model, self._owner.worker, address)
         settings = self._link.receive()
         if settings.differences:
-            import zstandard  # noqa: F401  now, rather than with the first difference
+            require("zstandard", "delta")  # now, rather than with the first difference
         self._use(settings.layout)
         self._owner.begin(settings.sender, ready=not settings.first)
         self._link.deadline, self._settings = None, settings
@@ -121,7 +121,7 @@ class _Session:
             if offer.base:
                 if base is None or base[0] != offer.base:
                     raise ValueError(f"a difference to version {offer.base}, which is not here")
-                flat = _with_difference(base[1], flat)
+                flat = with_difference(base[1], flat)
             if offer.checksum and checksum_of(flat, offer.extra) != offer.checksum:  # `extra` is a pickle: not read
                 raise ValueError(f"version {offer.version} arrived corrupt: its checksum differs")
         except ValueError as error:
@@ -141,20 +141,3 @@ class _Session:
         wrong = [f"'{name}'" for name, one in digests.items() if name not in own or own.digest(name) != one]
         has = f"LayoutMismatch: it has version {self._owner.version}, with other values, or none, of "
         return has + "; ".join(wrong[:8]) if wrong else ""
-
-
-def _with_difference(base: np.ndarray, payload: np.ndarray) -> np.ndarray:
-    """Return the version that ``payload`` (``wsync.transforms``) is away from ``base``; ValueError: it is malformed."""
-    import zstandard
-
-    width, frame, planes = int(payload[0]), payload[1:].data, np.empty(len(base), np.uint8)
-    try:
-        if width not in (1, 2, 4, 8) or zstandard.frame_content_size(frame) != len(base):
-            raise ValueError(f"the difference is not one of {len(base)} bytes")
-        with zstandard.ZstdDecompressor().stream_reader(frame) as reader:
-            if reader.readinto(planes.data) != len(base):
-                raise ValueError("the difference is malformed: it ends too early")
-    except zstandard.ZstdError as error:
-        raise ValueError(f"the difference is malformed: {error}") from error
-    changed = np.ascontiguousarray(planes.reshape(width, -1).T).reshape(-1)
-    return (base.view(np.uint64) ^ changed.view(np.uint64)).view(np.uint8)

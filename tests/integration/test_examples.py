@@ -70,10 +70,11 @@ def test_several_machines_under_slurm(tmp_path: Path) -> None:
 
 
 def test_sharded_trainer(tmp_path: Path) -> None:
-    printed = run(*TORCHRUN, FOLDER / "sharded_trainer.py", folder=tmp_path)
+    printed = run(*TORCHRUN, FOLDER / "sharded_trainer.py", tmp_path / "store", folder=tmp_path)
     lines = printed.splitlines()
     assert [line.split(" ->")[0] for line in lines[:-1]] == [f"version {version}" for version in range(2, 7)]
     assert re.fullmatch(r"version 6, \d+ bytes: both workers have the gathered weights", lines[-1])
+    assert len([*tmp_path.glob("store/policy/v*/*.safetensors")]) == 2 * 3, "two ranks, and the newest three versions"
 
 
 def test_dqn_learns_from_what_workers_collect(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from functools import partial
 from typing import Any, ClassVar, Literal, Unpack
 from urllib.parse import quote
 
@@ -12,8 +14,9 @@ from wsync.registry import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.store.files import MOST_DIFFERENCES, SAME_WEIGHTS, Files, Store, absolute_url
 from wsync.store.reader import FileInbox, Reader, in_time
+from wsync.store.shards import publish_shards
 from wsync.transport import TransportBackend, apply_received
-from wsync.update import Outlet, Update
+from wsync.update import Outlet, SyncReport, Update
 from wsync.weights.layout import packed
 from wsync.weights.source import DeviceMap, Source, per_worker
 from wsync.weights.strategy import Format
@@ -71,6 +74,29 @@ class StoreWeightSyncScheme(WeightSyncScheme):
         self.form["shard_bytes"] = shard_bytes if layout == "hf" else 0
         # Of workers that have this scheme, pickled: the oldest version that they use, and whether they wait for it.
         self._first_version, self._begins_with_weights = 1, True
+
+    def send_shards(self, weights: Any = None, *, group: Any = None) -> SyncReport:
+        """Publish a version of a model of which ranks have shards (FSDP2, tensor parallelism), or all of it (DDP).
+
+        Every rank of ``group`` (None: the default one) calls it, after ``init_on_sender``. Each writes its part of the
+        version; readers are those of ``send``. Rank 0 decides on what is not sharded. ``weights``: as in ``send``.
+
+        WeightSyncError, in all ranks: nothing was published; names those that could not read or write, or have other
+        weights. RuntimeError, the group's own: a rank has died, or has not called within the group's timeout: end this
+        process. ValueError: not ``layout="hf"`` with ``anchor_every=1``; or there is no process group.
+        """
+        if not self.form["shard_bytes"] or self.form["anchor_every"] > 1:
+            raise ValueError("send_shards() writes whole Hugging Face folders: it needs layout='hf' and anchor_every=1")
+        sender, began = self._as_sender("send_shards"), time.monotonic()
+        with sender.exclusive():
+            sender.version += 1  # not used again: it may be stored in spite of an error
+            read = partial(sender.source.first, weights)
+            stored = publish_shards(sender.outlet, read, sender.version, group)
+            sender.version = sender.sent_version = stored.version
+        seconds = time.monotonic() - began
+        report = SyncReport(stored.version, stored.whole, seconds, (0.0, 0.0, seconds), sender.outlet.workers)
+        self.metrics.record(report)
+        return report
 
     @property
     def acknowledges(self) -> bool:

@@ -38,7 +38,7 @@ from msgspec import Meta
 
 from wsync.control.session import checksum_of
 from wsync.errors import NotConnected, WeightSyncError
-from wsync.store.safetensors_file import content_of, header_of, order_in_file
+from wsync.store.safetensors_file import content_of, header_of
 from wsync.transforms import Delta
 from wsync.update import LAST_VERSION, Outlet, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
@@ -51,7 +51,7 @@ MAX_HEADER = 64 << 20  # bytes of the largest manifest, which has the layout, an
 _PIECE = 1 << 20  # bytes
 MOST_DIFFERENCES = 1000  # between two anchors
 _OF_VERSION = re.compile(r"v(\d{8,})-[0-9a-f]{8}(\.safetensors|\.difference)?")
-_UNFINISHED = ".unfinished"
+UNFINISHED = ".unfinished"
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")  # what is not copied of a model folder
 _Size = Annotated[int, Meta(ge=0, lt=1 << 60)]  # in bytes
 
@@ -183,7 +183,7 @@ class Store:
             for path in fs.ls(self._root, detail=False):
                 name = path.rstrip("/").rsplit("/", 1)[-1]
                 match = _OF_VERSION.fullmatch(name)
-                if name.endswith(_UNFINISHED) or (match is not None and int(match[1]) < oldest):
+                if name.endswith(UNFINISHED) or (match is not None and int(match[1]) < oldest):
                     old.append(f"{self._root}/{name}")
             if old:
                 fs.rm(old, recursive=True)
@@ -200,7 +200,8 @@ class Store:
             for file, pieces in files.items():
                 self._fs.pipe_file(f"{self._root}/{name}/{file}".rstrip("/"), b"".join(pieces))
             return
-        unfinished = self.local / f"{name}.{secrets.token_hex(8)}{_UNFINISHED}"
+        (self.local / name).parent.mkdir(exist_ok=True)
+        unfinished = self.local / f"{name}.{secrets.token_hex(8)}{UNFINISHED}"
         try:
             for file, pieces in files.items():
                 path = unfinished / file
@@ -214,7 +215,7 @@ class Store:
             unfinished.replace(self.local / name)
         finally:
             shutil.rmtree(unfinished) if unfinished.is_dir() else unfinished.unlink(missing_ok=True)
-        _flush_names(self.local)
+        _flush_names((self.local / name).parent)
 
 
 def _flush_names(folder: Path) -> None:
@@ -249,12 +250,12 @@ class Files(Outlet):
     ) -> None:
         self.name = secrets.token_hex(4)  # in the names of the files
         self.workers = range(num_workers)
-        self._store, self._keep = store, keep
+        self.store, self._keep = store, keep
         self._delta, self._anchor_every = Delta() if anchor_every > 1 else None, anchor_every
-        self._shard_bytes = shard_bytes
+        self.shard_bytes = shard_bytes
         others = [] if model_folder is None or not shard_bytes else Path(model_folder).expanduser().iterdir()
         others = [path for path in others if path.is_file() and not path.name.endswith(_WEIGHTS)]
-        self._others = {path.name: [path.read_bytes()] for path in others}
+        self.others = {path.name: [path.read_bytes()] for path in others}
         self._pool = BufferPool()
         self._layout: Layout | None = None
         self._prepared: Manifest | None = None
@@ -264,12 +265,12 @@ class Files(Outlet):
 
     def begin(self) -> int:
         """Make the folder; return the newest version in it, 0 for none."""
-        self._store.make()
-        manifest = self._store.newest()
+        self.store.make()
+        manifest = self.store.newest()
         return 0 if manifest is None else manifest.version
 
     def set_layout(self, layout: Layout) -> None:
-        header_of(layout, order_in_file(layout))  # it is refused here if it cannot be stored
+        header_of(layout, layout.leaders)  # it is refused here if it cannot be stored
         self._layout = layout
 
     def reserve(self, deadline: float | None) -> Buffer:
@@ -295,41 +296,44 @@ class Files(Outlet):
         size = buffer.layout.nbytes if anchor else 0
         versions = (*before, Stored(update.version, checksum, size, len(difference or b"")))
         first = [at for at, one in enumerate(versions) if one.whole][-2:][0]  # of the last two anchors
-        form = self._delta is not None, self._shard_bytes
+        form = self._delta is not None, self.shard_bytes
         manifest = Manifest(self.name, encoded, versions[first:], dict(update.requires), *form)
         if difference:
             digest = bytes.fromhex(self._versions[-1].checksum)
             files[manifest.name(update.version, whole=False)] = {"": [digest, difference]}
         if anchor:
-            content = content_of(buffer, self._shard_bytes)
-            files[manifest.name(update.version, whole=True)] = {**content, **self._others}
+            content = content_of(buffer, self.shard_bytes)
+            files[manifest.name(update.version, whole=True)] = {**content, **self.others}
         self._write(update.version, files)
         self._prepared = manifest
 
     def commit(self, update: Update, workers: Sequence[int]) -> None:
         manifest, self._prepared = self._prepared, None
         assert manifest is not None and manifest.version == update.version, "prepare() comes first"
-        self._write(update.version, {MANIFEST: {"": [msgspec.json.encode(manifest)]}})
-        self._versions = manifest.versions
-        self._base = None if self._delta is None else update.buffer
+        self.name_newest(manifest, None if self._delta is None else update.buffer)
+
+    def name_newest(self, manifest: Manifest, base: Buffer | None = None) -> None:
+        """Have readers see a version, which is stored. ``base``: the next one may be a difference to it."""
+        self._write(manifest.version, {MANIFEST: {"": [msgspec.json.encode(manifest)]}})
+        self._versions, self._base = manifest.versions, base
         self._needed.append(manifest.versions[0].version)
-        self._store.delete_before(min(self._needed[0], update.version - self._keep + 1))
+        self.store.delete_before(min(self._needed[0], manifest.version - self._keep + 1))
 
     def _write(self, version: int, files: Mapping[str, Any]) -> None:
         """Write what is of a version; WeightSyncError: another trainer writes to the store, or it cannot be written."""
-        newest, url = self._store.newest(), self._store.url
+        newest, url = self.store.newest(), self.store.url
         if newest is not None and (newest.version >= version or (self._versions and newest.writer != self.name)):
             raise WeightSyncError(
                 f"another trainer has published version {newest.version} in the store {url}: give each its own url"
             )
-        with self._store.explaining(f"version {version} was not stored in {url}"):
+        with self.store.explaining(f"version {version} was not stored in {url}"):
             for name, content in files.items():
-                self._store.write(name, content)
+                self.store.write(name, content)
 
     def seen(self, worker: int, version: int) -> dict[str, Any]:
-        newest = self._store.newest() if self._versions else None
+        newest = self.store.newest() if self._versions else None
         error = "" if newest is None or newest.writer == self.name else "another trainer publishes in this store"
-        return {"where": self._store.url, "state": "not known", "error": error}
+        return {"where": self.store.url, "state": "not known", "error": error}
 
     def costs(self, workers: Sequence[int], version: int) -> tuple[float, float, int]:
         newest = self._versions[-1] if self._versions else None

@@ -103,7 +103,7 @@ class Reader:
 
     def _read_whole(self, name: str, layout: Layout, shard_bytes: int) -> Buffer:
         with ExitStack() as opened:
-            files = list[tuple[BufferedIOBase, list[int]]]()
+            files = list[tuple[BufferedIOBase, Sequence[int]]]()
             for file, entries in files_of(layout, shard_bytes).items():
                 limit = sum(layout.byte_ranges[index][1] for index in entries) + MAX_HEADER
                 files.append((opened.enter_context(self.store.open(f"{name}/{file}".rstrip("/"), limit)), entries))

@@ -1,4 +1,4 @@
-"""Safetensors files: what one begins with, the order of its tensors, and the files of a Hugging Face folder."""
+"""Safetensors files: what one begins with, and the files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -22,22 +22,16 @@ _DTYPES = {  # by their names in safetensors files
 }
 
 
-def order_in_file(layout: Layout) -> list[int]:
-    """Return the entries that have a place in a file, the widest numbers first, so that each place is aligned."""
-    return sorted(layout.leaders, key=lambda index: -layout.dtypes[index].itemsize)
-
-
-def files_of(layout: Layout, shard_bytes: int, stem: str = "model") -> dict[str, list[int]]:
+def files_of(layout: Layout, shard_bytes: int, stem: str = "model") -> dict[str, Sequence[int]]:
     """Return the files of a Hugging Face folder by name, with the entries in each: all of them, also tied ones.
 
     ``shard_bytes``: of tensors in one file. 0: the version is one file without a folder, and has tied tensors once.
     ``stem``: what their names begin with.
     """
     if not shard_bytes:
-        return {"": order_in_file(layout)}
+        return {"": layout.leaders}
     shards, room = list[list[int]](), 0
-    for index in sorted(range(len(layout.names)), key=lambda index: -layout.dtypes[index].itemsize):
-        size = layout.byte_ranges[index][1]
+    for index, (_, size) in enumerate(layout.byte_ranges):
         if not shards or size > room:
             shards.append([])
             room = shard_bytes
@@ -50,16 +44,20 @@ def files_of(layout: Layout, shard_bytes: int, stem: str = "model") -> dict[str,
 
 def content_of(buffer: Buffer, shard_bytes: int, stem: str = "model") -> dict[str, Sequence[bytes | memoryview]]:
     """Return what ``files_of`` names, in pieces, with the index of a folder that has several files of tensors."""
-    layout, files = buffer.layout, files_of(buffer.layout, shard_bytes, stem)
+    layout, views, files = buffer.layout, buffer.views, files_of(buffer.layout, shard_bytes, stem)
+    metadata = FORMAT if shard_bytes else None
     content: dict[str, Sequence[bytes | memoryview]] = {
-        file: [header_of(layout, entries, FORMAT if shard_bytes else None), *tensors_of(buffer, entries)]
+        file: [header_of(layout, entries, metadata), *(raw_bytes(views[index]).numpy().data for index in entries)]
         for file, entries in files.items()
     }
-    if len(files) > 1:
-        where = {layout.names[index]: file for file, entries in files.items() for index in entries}
-        index = {"metadata": {"total_size": sum(nbytes for _, nbytes in layout.byte_ranges)}, "weight_map": where}
-        content[f"{stem}.safetensors.index.json"] = [msgspec.json.encode(index)]
-    return content
+    return content | index_of(layout, files, stem)
+
+
+def index_of(layout: Layout, files: Mapping[str, Sequence[int]], stem: str) -> dict[str, Sequence[bytes | memoryview]]:
+    """Return the index of a folder, as a file of it; none, if it has one file of tensors."""
+    where = {layout.names[index]: file for file, entries in files.items() for index in entries}
+    index = {"metadata": {"total_size": sum(nbytes for _, nbytes in layout.byte_ranges)}, "weight_map": where}
+    return {f"{stem}.safetensors.index.json": [msgspec.json.encode(index)]} if len(files) > 1 else {}
 
 
 def header_of(layout: Layout, entries: Sequence[int], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -81,8 +79,3 @@ def header_of(layout: Layout, entries: Sequence[int], metadata: Mapping[str, str
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def tensors_of(buffer: Buffer, entries: Sequence[int]) -> list[memoryview]:
-    """Return the bytes of entries, as they follow the header."""
-    return [raw_bytes(buffer.views[index]).numpy().data for index in entries]

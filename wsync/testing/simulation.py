@@ -24,6 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from wsync import deadlines, workers
+from wsync.control.auth import Hello
 from wsync.control.session import Medium, SessionInbox, choose
 from wsync.control.wire import Fits, Link
 from wsync.deadlines import deadline_in
@@ -198,7 +199,7 @@ async def welcome(outlet: Workers, index: int, there: Any) -> None:
     async def refuse(why: str) -> None:
         there.close()
 
-    hello = SimpleNamespace(worker=index, native=False)
+    hello = Hello("weights", "policy", index)
     contact: Any = SimpleNamespace(hello=hello, pid=0, where="", accept=accept, link=link, refuse=refuse)
     with suppress(ConnectionError):
         await outlet._welcome(contact)

@@ -26,7 +26,7 @@ _POOL_ALONE = 2  # references: the pool's list, and the argument of ``getrefcoun
 class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, dict=True):
     """Name, dtype, shape, strides and place of every tensor of a model, in one flat buffer of bytes.
 
-    Entries are ordered by dtype, so that each dtype is one contiguous stretch. Tied tensors share a place.
+    Entries are ordered by dtype, the widest first: each is one contiguous stretch, as in a file. Ties share a place.
     """
 
     names: tuple[str, ...]
@@ -42,7 +42,7 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     @classmethod
     def of(cls, weights: Snapshot) -> Layout:
         """Return the plan of ``weights``; LayoutMismatch: they cannot be carried, or there are none."""
-        names = sorted(weights.tensors, key=lambda name: str(weights.tensors[name].dtype))
+        names = sorted(own := weights.tensors, key=lambda name: (-own[name].itemsize, str(own[name].dtype)))
         if not names:
             raise LayoutMismatch("these weights are empty: no parameter and no buffer")
         tensors = [weights.tensors[name] for name in names]
