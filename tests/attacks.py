@@ -1,6 +1,6 @@
 """Another user's process on the trainer's machine, without the key, given all that any user can see.
 
-The attacker connects to every port that it finds: `integration/test_attackers.py` runs these in their own network.
+The attacker connects to every port that it finds: `integration/test_network.py` runs these in their own network.
 """
 
 from __future__ import annotations

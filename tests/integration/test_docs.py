@@ -80,7 +80,7 @@ def test_the_yaml_file_trains(folder: Path) -> None:
     train(folder, "--config-dir", "my", "weight_sync=files")
 
 
-@pytest.mark.slow  # tests/unit/test_config_own_backend.py composes registered backends
+@pytest.mark.slow  # tests/unit/test_config.py composes registered backends
 def test_an_entry_point_trains(folder: Path) -> None:
     """Without a YAML file, and beside an entry point that cannot be imported."""
     (section,) = re.findall(r'```toml\n\[project\.entry-points\."([\w.]+)"\]\n', PAGE)

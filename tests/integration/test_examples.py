@@ -20,7 +20,7 @@ SHORTER = {"sac": ["--frames", "832"], "own_loop": ["10"]}  # 13 batches: an epi
 TESTED_ELSEWHERE = (
     *("dqn", "grpo_vllm", "probe_engine", "several_machines", "sharded_trainer", "slow_link", "unlike_ends"),
 )
-"""Below, in `test_store_chains.py`, in `test_strangers_train.py`, and in tests/engines."""
+"""Below, in `test_store_chains.py`, in `test_train.py`, and in tests/engines."""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 LAST_LINES = {
     "collect": "10 updates, median latency ",
