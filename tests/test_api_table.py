@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+import wsync
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = "\n\n".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("api.md", "migrate.md"))
 NAME = re.compile(r"`((?:wsync|collectors)(?:\.\w+)+)(?:\(([\w, ]+)\))?`")
@@ -97,3 +99,29 @@ def test_a_name_is_imported_and_has_the_arguments(path: str, given: str) -> None
     found = find(path)
     if given:
         assert {name.strip() for name in given.split(",")} <= arguments(found)
+
+
+# --- every public name is on one of the pages of docs/reference/, and what is there exists ---
+
+
+PAGES = Path(__file__).parents[1] / "docs" / "reference"
+LISTED = {name for page in PAGES.glob("*.md") for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)}
+OLDER_NAMES = {"SyncDataCollector", "MultiSyncDataCollector", "MultiaSyncDataCollector"}  # of collectors.Collector …
+
+
+@pytest.mark.parametrize("package", ["wsync", "collectors", "collectors.distributed", "learning", "wsync.testing"])
+def test_every_public_name_has_a_place(package: str) -> None:
+    names = set(import_module(package).__all__) - OLDER_NAMES - {"transforms"}
+    last = {name.rpartition(".")[2] for name in LISTED if name.startswith(f"{package}.")}
+    assert not names - last
+
+
+def test_every_transform_has_a_place() -> None:
+    functions = {"Transform", "compose"}  # the type, and what a scheme does with a list
+    assert {f"wsync.transforms.{name}" for name in set(wsync.transforms.__all__) - functions} <= LISTED
+
+
+@pytest.mark.parametrize("path", sorted(LISTED))
+def test_what_has_a_place_exists(path: str) -> None:
+    module, _, name = path.rpartition(".")
+    assert hasattr(import_module(module), name)
