@@ -211,7 +211,7 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         with self._loading_by(trying):
             try:
                 loaded = self.model.load_weights(pairs())
-            except Exception as error:
+            except Exception as error:  # a model's own loader raises anything; raised again, with the tensor's name
                 said = f"{type(error).__name__}: {error}"
                 raise LayoutMismatch(f"vLLM's model does not take {tried}: {said}") from error
         if self.model_config.quantization is not None or loaded is None:
@@ -298,7 +298,7 @@ def _installed(layer: Any, key: str, empty: Tensor) -> list[Tensor]:
     parameters, buffers = get_layerwise_info(layer).kernel_tensors
     tensor = {**parameters, **buffers}[key].data
     found = [tensor] if tensor.shape == empty.shape else []
-    if key == "weight" and hasattr(layer, "cpu_linear"):
+    if key == "weight" and hasattr(layer, "cpu_linear"):  # vLLM gives it to linear layers on a CPU alone
         unit = torch.eye(empty.shape[1], dtype=empty.dtype)
         found.append(layer.cpu_linear(unit, tensor, None).T.contiguous())
     if not found:
