@@ -8,6 +8,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.context
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 FORK_SERVER: Any = multiprocessing.get_context("forkserver")
+_HINT = re.compile(r"^weights go through sockets, more slowly.*\n", re.MULTILINE)  # without the compiled extension
 _SERVER_STATE = ("_forkserver_address", "_forkserver_authkey")  # the second one since Python 3.14
 
 
@@ -82,7 +84,8 @@ def run_program(
         ended = process.exitcode is not None
         process.kill()
         process.join()
-        done = subprocess.CompletedProcess(command, process.exitcode, *(file.read_text() for file in files))
+        printed = [_HINT.sub("", file.read_text()) for file in files]
+        done = subprocess.CompletedProcess(command, process.exitcode, *printed)
     assert ended, f"{command} did not end in {timeout} s: {done.stdout}{done.stderr}"
     assert status in (None, done.returncode), f"{done.returncode}: {done.stdout}{done.stderr}"
     return done
@@ -92,7 +95,9 @@ def run_python(
     *command: str | Path, folder: Path, timeout: float = 250.0, **environment: str
 ) -> subprocess.CompletedProcess[str]:
     """Run Python, an interpreter of its own, in this folder; the environment is in addition to this process's."""
-    return subprocess.run(
+    done = subprocess.run(
         [sys.executable, *command], capture_output=True, text=True, check=False, cwd=folder, timeout=timeout,
         env={**os.environ, **environment},
     )  # fmt: skip
+    done.stderr = _HINT.sub("", done.stderr)
+    return done

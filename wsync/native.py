@@ -6,6 +6,7 @@ Without them there is no shared memory: the same schemes send the weights over t
 
 from __future__ import annotations
 
+import importlib
 import os
 from types import ModuleType
 from typing import Any
@@ -21,7 +22,7 @@ def _load() -> tuple[ModuleType | None, str]:
     if os.environ.get("WSYNC_NATIVE") == "0":
         return None, "WSYNC_NATIVE=0 is set"
     try:
-        from wsync import _native
+        _native: Any = importlib.import_module("wsync._native")
     except ImportError as error:
         return None, f"it was not built: `pip install -e .` builds it, with a C compiler ({error})"
     if _native.REVISION != _REVISION:

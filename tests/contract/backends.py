@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
+import pytest
 from full_disk import no_file_beyond
 
 import wsync
@@ -16,6 +18,8 @@ from wsync.testing.hooks import BackendHooks
 from wsync.testing.workers import Worker, WorkerPool
 
 MIB = 2**20
+_BUILT = os.environ.get("WSYNC_NATIVE") != "0" and find_spec("wsync._native") is not None
+needs_arena = pytest.mark.skipif(not _BUILT, reason="needs the compiled extension, for shared memory")
 
 
 class BuiltIn(BackendHooks):
@@ -38,6 +42,8 @@ class SharedMemory(BuiltIn):
 
     @contextmanager
     def starve(self, session: Session) -> Iterator[None]:
+        if not _BUILT:
+            pytest.skip("needs the compiled extension, for shared memory")
         with no_file_beyond(72 * MIB):  # two slots of a large model fit, and three are needed
             yield
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backends import BuiltIn, SharedMemory
+from backends import BuiltIn, SharedMemory, needs_arena
 from rpc_workers import Rpc
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -158,6 +158,7 @@ def test_weights_are_applied_at_either_end_without_a_send(backend: BuiltIn, inpl
         assert session.outputs() == [4, 4]
 
 
+@needs_arena
 def test_bound_workers_read_one_memory(pool: WorkerPool) -> None:
     SharedMemory.pool = pool
     with SharedMemory().connected() as session:

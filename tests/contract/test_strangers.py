@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 from asgi_server import serve
-from backends import BuiltIn, SharedMemoryPublished
+from backends import BuiltIn, SharedMemoryPublished, needs_arena
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
@@ -377,6 +377,7 @@ def test_10_open_files_are_counted_before_workers_connect(monkeypatch: pytest.Mo
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@needs_arena
 @pytest.mark.parametrize("call", ["memfd_create", "posix_fallocate", "eventfd"])
 def test_10_a_call_that_the_machine_blocks_is_named(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def blocked(*_: Any, **__: Any) -> int:
@@ -577,18 +578,15 @@ def receive_under_signals(state: WorkerState, last: int) -> int:
             struck += 1
             raise TimeoutError("struck")
 
-    def receive() -> None:
-        try:
-            while scheme.version < last or struck < 10:
-                scheme.receive(0.1)
-                with wsync.gate():
-                    pass
-        except (TimeoutError, wsync.WeightSyncError):
-            receive()
-
     signal.signal(signal.SIGALRM, strike)
     signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
-    receive()
+    finished = False
+    while not finished:
+        with suppress(TimeoutError, wsync.WeightSyncError):
+            scheme.receive(0.1)
+            with wsync.gate():
+                pass
+            finished = scheme.version >= last and struck >= 10
     signal.setitimer(signal.ITIMER_REAL, 0)
     return struck
 
