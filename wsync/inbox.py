@@ -15,7 +15,7 @@ from typing import Any
 
 from wsync.control.auth import Address, Hello
 from wsync.control.listen import Contact, dial
-from wsync.control.loop import ControlLoop, control_loop
+from wsync.control.loop import ControlLoop, control_loop, run_blocking
 from wsync.control.processes import pidfd_of
 from wsync.control.rendezvous import Rendezvous
 from wsync.control.session import Medium, SessionInbox
@@ -102,7 +102,7 @@ class WorkerConnection:
             self._make_medium(contact.hello.worker) if arena is None else Medium(),
             owner,
             loop.post,
-            apply_difference=apply_difference if settings.differences else None,
+            apply_difference=_apply_difference if settings.differences else None,
             slots=None if arena is None else arena.update_in,
         )
         if arena is not None:
@@ -136,6 +136,7 @@ class WorkerConnection:
     def close(self) -> None:
         loop, self._loop = self._loop, None
         if loop is not None and not loop.inherited:
+            self._rendezvous.close()
             loop.call(self._close())
             loop.release()
 
@@ -148,6 +149,11 @@ class WorkerConnection:
             await asyncio.wait([self._running])
         self._opened.close()
         self._running = None
+
+
+async def _apply_difference(base: Buffer, difference: bytes, into: Buffer) -> None:
+    """Fill ``into`` with what ``base`` and a difference make, beside the control thread."""
+    await run_blocking("difference", lambda: apply_difference(base.memory, difference, into.memory))
 
 
 class InProcess(Outlet, Inbox):

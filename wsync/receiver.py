@@ -186,7 +186,8 @@ class Receiver:
         self._unanswered = None
 
     def _apply(self, update: Update) -> None:
-        assert self._target is not None, "an inbox delivers no update before its layout"
+        self.set_layout(update.buffer.layout)  # another one, where a store's trainer has begun anew
+        assert self._target is not None
         self._target.install(update.views, self.destination.extra_of(update.extra))
 
     def _break_if_unusable(self, update: Update, error: str) -> None:
@@ -218,7 +219,7 @@ class Receiver:
 
     def set_layout(self, layout: Layout) -> None:
         """As ``use_layout``, inside the gate; LayoutMismatch: they do not fit."""
-        if self._layout is not None and self._layout == layout and self._target is not None:
+        if self._layout == layout and self._target is not None:
             return
         if self.destination.module is not None:
             unshare(self.destination.module)
@@ -453,10 +454,16 @@ class Receiver:
     def fetch(self, deadline: float | None) -> int:
         """Have the newest version arrive, and install nothing; return its number. WeightSyncError: it is damaged."""
         self.connection.fetch(deadline)
-        updates = process_gate().call_without_forward(self.inbox.poll)
-        if updates and updates[-1].damage:
+        return process_gate().call_without_forward(self._check_fetched)
+
+    def _check_fetched(self) -> int:
+        updates = self.inbox.poll()
+        if not updates:
+            return self.version
+        self.set_layout(updates[-1].buffer.layout)
+        if updates[-1].damage:
             raise WeightSyncError(updates[-1].damage)
-        return updates[-1].version if updates else self.version
+        return updates[-1].version
 
     def _mark_returned(self) -> int:
         if self._failed_version > self.version:
@@ -515,6 +522,7 @@ class Receiver:
 
     def _set_wakeups(self) -> None:
         self.inbox.set_wakeups(bool(self._waiters))
+        self._notify()  # if another thread has held the gate, an update may have come before
 
     def _notify(self) -> None:
         for waiter in [*self._waiters]:

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from wsync.control.listen import Contact, Listener
-from wsync.control.loop import ControlLoop, control_loop
-from wsync.control.processes import Processes, pidfd_of, require_descriptors, watched
+from wsync.control.loop import ControlLoop, control_loop, run_blocking
+from wsync.control.processes import Processes, may_run, pidfd_of, require_descriptors, watched
 from wsync.control.session import HELD, LATE, Medium, WorkerSession, checksum_of, wait_for
 from wsync.control.wire import Offer, Settings
 from wsync.deadlines import remaining
@@ -245,7 +245,7 @@ class Workers(Outlet):
     def readmit(self, worker: int, process: Any, deadline: float | None) -> None:
         with watched(None if process is None else {worker: process}, self._num_workers) as sentinels:
             member = self._members.get(worker)
-            if member is not None and not member.fresh:
+            if member is not None and not (member.fresh and may_run(member.pid, process)):
                 self._loop.call(self._end(member, "it was disconnected by disconnect() or readmit()"))
             self._loop.call(self._meet([worker], sentinels, deadline))
         newest = self._newest[worker]
@@ -265,7 +265,8 @@ class Workers(Outlet):
         self._listener.start(self._welcome)
         self._rejected.clear()
         self._refused = ""
-        for worker, fd in sentinels.items():
+        own = [(worker, os.dup(fd)) for worker, fd in sentinels.items()]  # Ctrl-C ends the call, and this goes on
+        for worker, fd in own:
             loop.add_reader(fd, note_death, worker, fd)
         missing = [worker for worker in workers if worker not in self._members]
         each = _BY_SOCKET if self._arena is None else _BY_ARENA
@@ -289,8 +290,9 @@ class Workers(Outlet):
             message = f"worker(s) {join_indices(missing)} {late} (connected: {connected}): {longer}"
             raise SyncTimeout(message, dict.fromkeys(missing, late)) from None
         finally:
-            for fd in sentinels.values():
+            for _, fd in own:
                 loop.remove_reader(fd)
+                os.close(fd)
         for worker in workers:
             self._members[worker].fresh = False
 
@@ -544,13 +546,17 @@ class Workers(Outlet):
             self._release(member)
 
 
-def _difference(delta: Delta, known: dict[Any, bytes | None], base: Update, new: Update) -> bytes | None:
-    """Return what turns one version into another; the same for several workers."""
+async def _difference(delta: Delta, known: dict[Any, Awaitable[Any]], base: Update, new: Update) -> bytes | None:
+    """Return what turns one version into another; it is made once for several workers, beside the control thread."""
     key = base.version, id(base.buffer), new.version, id(new.buffer)  # a buffer has one version after the other
+
+    def make() -> bytes | None:
+        return delta.difference(base.buffer.memory, new.buffer.memory, new.buffer.layout.width)
+
     if key not in known:
         known.clear()
-        known[key] = delta.difference(base.buffer.memory, new.buffer.memory, new.buffer.layout.width)
-    return known[key]
+        known[key] = asyncio.ensure_future(run_blocking("difference", make))
+    return await asyncio.shield(known[key])
 
 
 def raise_causes(

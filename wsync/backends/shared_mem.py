@@ -72,7 +72,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         super().__init__(strategy, sync, **options)
         self.auto_register = auto_register
         self.per_worker_weights = per_worker_weights
-        self.acknowledge = acknowledge
+        self.acknowledge, self._published = acknowledge, acknowledge == "published"
         self._registered: dict[str, TensorDictBase] = {}
         for model_id, weights in (policy_weights or {}).items():
             self.register_shared_weights(model_id, weights)
@@ -111,8 +111,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         if cached_weights is not None and self._registered.get(model_id) is not cached_weights:
             self.register_shared_weights(model_id, cached_weights)
         if self.acknowledge is None:
-            acting = isinstance(context, CollectorContext) and context.remote_workers
-            self.acknowledge = "published" if acting else "installed"
+            self._published = isinstance(context, CollectorContext) and bool(context.remote_workers)
         super().init_on_sender(model_id, context, **given)
         registered = self._registered.get(model_id)
         if registered is not None and not self.per_worker_weights:
@@ -137,7 +136,7 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
 
     @property
     def acknowledges(self) -> bool:
-        return self.acknowledge != "published" and super().acknowledges
+        return not self._published and super().acknowledges
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_registered": {}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -13,7 +14,7 @@ from torch import distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from wsync.control.auth import Address, new_key, shared_key
-from wsync.deadlines import time_until
+from wsync.deadlines import remaining, time_until
 from wsync.errors import NotConnected, SyncTimeout
 
 Join = Callable[[Address], int]
@@ -52,7 +53,11 @@ class Rendezvous:
         """
         return join(pickled)
 
+    def close(self) -> None:
+        """In a worker: end a ``meet`` that waits in another thread."""
 
+
+_PAUSE = 0.05  # seconds between two looks into a store
 _used: set[tuple[str, int]] = set()  # senders that were looked up, and by which worker
 
 
@@ -69,6 +74,7 @@ class TorchStoreRendezvous(Rendezvous):
         super().__init__(host, port)
         self._store, self._of_run = store, store is None and not port
         self._last: Address | None = None  # the sender that this worker was connected to
+        self._closed = False  # a `meet` has to end
 
     def key(self) -> bytes:
         """Return the shared key where workers come by a store or the port, else a random one."""
@@ -90,7 +96,8 @@ class TorchStoreRendezvous(Rendezvous):
         """Join the pickled address; without one, those in the store, until one is a sender that has this key."""
         if pickled is not None:
             return join(pickled)
-        announced = _announced(self._shared_store(deadline), self.key(), model_id, worker, deadline)
+        self._closed = False
+        announced = self._announced(self._shared_store(deadline), model_id, worker, deadline)
         addresses = chain([] if self._last is None else [self._last], announced)
         while True:
             address = next(addresses)
@@ -102,6 +109,25 @@ class TorchStoreRendezvous(Rendezvous):
             self._last = address
             return first
 
+    def _announced(self, store: Store, model_id: str, worker: int, deadline: float | None) -> Iterator[Address]:
+        """Yield a model's senders that the worker has not used yet, and wait for more; SyncTimeout: none came."""
+        for number in count(1):
+            name = _key(model_id, number)
+            while not store.check([name]):
+                if self._closed:
+                    raise NotConnected("this end was shut down by another thread")
+                if remaining(deadline) == 0.0:
+                    former = f" ({number - 1} before it have ended, or were used)" if number > 1 else ""
+                    raise SyncTimeout(f"worker {worker}: no sender has announced itself as '{name}' in time{former}")
+                time.sleep(_PAUSE)  # the store's own wait ends neither by Ctrl-C nor by `close`
+            with suppress(ValueError):  # another program has written it
+                address = replace(Address.load(store.get(name)), key=self.key())
+                if (address.unix, worker) not in _used:
+                    yield address
+
+    def close(self) -> None:
+        self._closed = True
+
     def _shared_store(self, deadline: float | None) -> Store:
         if self._store is None:
             if dist.is_initialized():
@@ -111,26 +137,11 @@ class TorchStoreRendezvous(Rendezvous):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options; stores belong to one process."""
-        return {"host": self.host, "port": self.port, "_store": None, "_of_run": not self.port, "_last": None}
+        return {**vars(self), "_store": None, "_of_run": not self.port, "_last": None}
 
 
 def _key(model_id: str, number: int) -> str:
     return f"wsync/{model_id}/{number}"
-
-
-def _announced(store: Store, key: bytes, model_id: str, worker: int, deadline: float | None) -> Iterator[Address]:
-    """Yield a model's senders that the worker has not used yet, and wait for further ones; SyncTimeout: none came."""
-    for number in count(1):
-        name = _key(model_id, number)
-        try:
-            store.wait([name], time_until(deadline))
-        except RuntimeError as error:
-            former = f" ({number - 1} before it have ended, or were used)" if number > 1 else ""
-            raise SyncTimeout(f"worker {worker}: no sender has announced itself as '{name}' in time{former}") from error
-        with suppress(ValueError):  # another program has written it
-            address = replace(Address.load(store.get(name)), key=key)
-            if (address.unix, worker) not in _used:
-                yield address
 
 
 def _agents_store(deadline: float | None) -> Store:

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -27,7 +28,7 @@ import xxhash
 from wsync.control import wire
 from wsync.control.wire import Changes, Link, Message, Offer, Refused, Side, State
 from wsync.deadlines import NOW, remaining
-from wsync.errors import NotConnected, as_text, last_line
+from wsync.errors import NotConnected, as_text, error_of, last_line
 from wsync.gate import process_gate
 from wsync.update import Cause, Inbox, Stage, Update
 
@@ -111,7 +112,7 @@ class WorkerSession:
         *,
         remote: bool = False,
         on_request: bool = False,
-        difference: Callable[[Update, Update], bytes | None] | None = None,
+        difference: Callable[[Update, Update], Awaitable[bytes | None]] | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self.worker = worker
@@ -270,7 +271,7 @@ class WorkerSession:
     async def _deliver(self, update: Update) -> None:
         """Send one update, and wait until it has been received; newer ones take each other's place meanwhile."""
         base, payload = self._base, update.buffer
-        difference = None if base is None or self._difference is None else self._difference(base, update)
+        difference = None if base is None or self._difference is None else await self._difference(base, update)
         if base is None or difference is None:
             size, on = payload.layout.nbytes, 0
         else:
@@ -380,7 +381,7 @@ class SessionInbox(Inbox):
         owner: Receiver,
         call_soon: Callable[..., object],
         *,
-        apply_difference: Callable[[memoryview, bytes, memoryview], None] | None = None,
+        apply_difference: Callable[[Buffer, bytes, Buffer], Awaitable[None]] | None = None,
         slots: Callable[[int, int], Update] | None = None,
     ) -> None:
         self.newest = 0  # that can be fetched
@@ -391,7 +392,7 @@ class SessionInbox(Inbox):
         self._prepared: dict[int, Update] = {}
         self._base: Update | None = None
         self._received = 0  # the newest version that is staged or prepared
-        self._refusals: deque[Refused] = deque()
+        self._answers = deque[Message]()  # to be sent before what has changed
         self._times = (0.0, 0.0)
         self._wake = asyncio.Event()  # there is something to report
         self._asked = self._answered = 0  # the newest request, and the newest that was answered
@@ -414,7 +415,12 @@ class SessionInbox(Inbox):
 
     def refuse(self, update: Update, error: str, *, last: bool = True) -> None:
         """Tell the sender why an update is not installed; ``last`` as in ``Refused``."""
-        self._refusals.append(Refused(update.version, as_text(error), last))
+        self._answers.append(Refused(update.version, as_text(error), last))
+        self._report_soon()
+
+    def _verify(self, question: wire.Verify) -> None:
+        error = last_line(error_of(self._owner.verify, question.digests))
+        self._answers.append(wire.Fits(error, question.number, process_gate().used))
         self._report_soon()
 
     def _report_soon(self) -> None:
@@ -422,12 +428,8 @@ class SessionInbox(Inbox):
             self._call_soon(self._wake.set)
 
     def settled(self, update: Update, error: str) -> None:
-        """Forget what is staged up to an update that was installed; or that one, if it has failed."""
-        while not error and self._staged and self._staged[0].version <= update.version:
+        while self._staged and self._staged[0].version <= update.version:
             self._staged.popleft()
-        if error:
-            with suppress(ValueError):
-                self._staged.remove(update)
 
     # --- its life ---
 
@@ -503,9 +505,8 @@ class SessionInbox(Inbox):
                 case wire.NewLayout(layout), _:
                     await self._link.send(wire.Fits(await self._owner.use_layout(layout)))
                     self._owner.settle()  # with the arena, an update may have been published already
-                case wire.Verify(number, digests), _:
-                    error = last_line(await self._owner.inside(self._owner.verify, digests))
-                    await self._link.send(wire.Fits(error, number, process_gate().used))
+                case wire.Verify() as question, _:  # not awaited: a forward may hold the gate until a message comes
+                    process_gate().soon(partial(self._verify, question))
                 case wire.Goodbye(), _:
                     return
                 case message, _:
@@ -531,7 +532,7 @@ class SessionInbox(Inbox):
             elif isinstance(payload, bytes):
                 if self._apply_difference is None or self._base is None or self._base.version != offer.base:
                     raise ValueError(f"a difference to version {offer.base}, which is not here")
-                self._apply_difference(self._base.buffer.memory, payload, buffer.memory)
+                await self._apply_difference(self._base.buffer, payload, buffer)
             if offer.checksum and checksum_of(buffer.memory, offer.extra) != offer.checksum:
                 error = f"version {offer.version} arrived corrupt: its checksum differs"
         except ConnectionError:
@@ -570,8 +571,8 @@ class SessionInbox(Inbox):
         """Tell the sender what this worker has, whenever that has changed. With an arena, its words say the rest."""
         said = (0, 0, 0)
         while True:
-            while self._refusals:
-                await self._link.send(self._refusals.popleft())
+            while self._answers:
+                await self._link.send(self._answers.popleft())
             state = self._state()
             if state != said:
                 said = state

@@ -328,7 +328,10 @@ class Engines(Outlet):
         raise_causes(causes, "the newest version is missing")
 
     def disconnect(self, worker: int, cause: str) -> None:
-        self._loop.post(self._engines[worker].disconnect, cause)
+        async def end() -> None:
+            self._engines[worker].disconnect(cause)
+
+        self._loop.call(end())
 
     def set_layout(self, layout: Layout) -> None:
         if layout.extra:

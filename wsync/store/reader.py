@@ -16,7 +16,7 @@ import torch
 from wsync.control.loop import control_loop, run_blocking
 from wsync.control.session import checksum_of
 from wsync.deadlines import NOW, remaining
-from wsync.errors import LayoutMismatch, SyncTimeout, WeightSyncError
+from wsync.errors import SyncTimeout, WeightSyncError
 from wsync.gate import process_gate
 from wsync.store.files import MANIFEST, MAX_HEADER, Manifest, Store
 from wsync.store.safetensors_file import files_of
@@ -235,15 +235,8 @@ class FileInbox(Inbox):
             wait(look)
 
     def poll(self) -> Sequence[Update]:
-        """Return the version that is staged; a trainer that has begun anew may have another layout."""
         update = self._staged
-        if update is None:
-            return ()
-        try:
-            self._owner.set_layout(update.buffer.layout)
-        except LayoutMismatch as error:
-            update.damage = f"LayoutMismatch: {error}"
-        return (update,)
+        return () if update is None else (update,)
 
     def settled(self, update: Update, error: str) -> None:
         """Forget a version that was installed; log why it was not. The trainer is not told."""
