@@ -426,6 +426,8 @@ class Workers(Outlet):
     def wait(self, workers: Sequence[int], version: int, stage: Stage, deadline: float | None) -> Mapping[int, Cause]:
         given = self._given.get(version, self._members)
         usual = stage == "installed" and given is self._members and len(workers) == self._num_workers
+        # A refusal ends one wait in the arena, perhaps that for another version: then look what was refused.
+        usual = usual and all(one.session.refused[0] < version for one in given.values())
         blocks, arena = self._all_blocks if usual else (), self._arena
         if blocks and arena is not None and arena.wait(blocks, version, remaining(deadline)):
             self._given.pop(version, None)
