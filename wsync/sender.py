@@ -267,7 +267,7 @@ class Sender:
             layout = Layout.of(self.source.first(weights))
             if self.connected:  # else workers check it as they connect
                 causes = self.outlet.check_layout(layout, deadline)
-                raise_causes(causes, "these first weights are applied nowhere, because of a worker")
+                raise_causes(causes, "these first weights are applied nowhere, because of what happened")
             self.outlet.set_layout(layout)
             self.layout = layout
         return self.layout

@@ -60,7 +60,7 @@ def synchronize(
         for part in parts.values():
             next(part)  # it is on its way
         for model_id, part in parts.items():  # its workers have checked it
-            raise_causes(next(part), f"'{model_id}': the update was applied nowhere, because of a worker")
+            raise_causes(next(part), f"'{model_id}': the update was applied nowhere, because of what happened")
         for part in parts.values():  # the decision: nothing is waited for between the last answer and it
             next(part)
         for part in parts.values():

@@ -95,6 +95,7 @@ class Workers(Outlet):
         self._members: Mapping[int, Member] = {}  # replaced, never changed
         self._has_worker_here = False  # in the trainer's own process
         self._causes: Mapping[int, str] = {}
+        self._where = dict[int, str]()  # where each worker is, or was
         self._newest: list[Update | None] = [None] * num_workers
         self._version = 0  # the newest that any worker was given
         self._given: dict[int, Mapping[int, Member]] = {}  # by version: to whom it was given
@@ -207,6 +208,7 @@ class Workers(Outlet):
                     self._given[newest.version] = {**given, worker: member}
             self._set_members({**self._members, worker: member})
             self._causes = {w: cause for w, cause in self._causes.items() if w != worker}
+            self._where[worker] = member.where
         self._news.set()
 
     def _set_members(self, members: Mapping[int, Member]) -> None:
@@ -349,7 +351,8 @@ class Workers(Outlet):
         member, newest, arena = self._members.get(worker), self._newest[worker], self._arena
         row = {} if newest is None else {"sent": newest.version, "sent_at": newest.at}
         if member is None:
-            return {**row, "error": self._causes.get(worker) or self._rejected.get(worker, "")}
+            why = self._causes.get(worker) or self._rejected.get(worker, "")
+            return {**row, "where": self._where.get(worker, ""), "error": why}
         session, by_words = member.session, arena if member.block >= 0 else None
         installed = session.reported.installed if by_words is None else by_words.installed(member.block)
         refused, why = session.refused
