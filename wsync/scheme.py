@@ -430,6 +430,7 @@ class WeightSyncScheme:
         """Deliver an update. When this returns, every forward that starts later in a worker uses it, or a newer one.
 
         With ``sync=False`` it does not wait. With ``initiator="receiver"`` it only makes the version available.
+        Nothing may change the weights meanwhile.
 
         Args:
             weights: module, TensorDict, state dict, or ``{worker: any of these}``; None reads what was given at init.

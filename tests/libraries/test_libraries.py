@@ -9,11 +9,13 @@ import multiprocessing
 import os
 import re
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from programs import run_python
 from tensordict.nn import TensorDictModule
 from torch import nn
@@ -139,3 +141,77 @@ def test_an_env_runner_that_dies_is_replaced() -> None:
     finally:
         algorithm.stop()
         ray.shutdown()
+
+
+class Halves:
+    """A callback of both libraries that changes the weights when the training has ended."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        with torch.no_grad():
+            [parameter.mul_(0.5) for parameter in self.model.parameters()]
+
+
+def fit_with_lightning(model: nn.Module, scheme: wsync.WeightSyncScheme, every: int) -> Callable[[], None]:
+    lightning = pytest.importorskip("lightning", reason="needs lightning: make libraries")
+    from wsync.integrations.lightning import WsyncCallback
+
+    class Module(lightning.LightningModule):
+        inner = model
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return model(batch).pow(2).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    class Changes(Halves, lightning.Callback): ...
+
+    module, callbacks = Module(), [WsyncCallback(scheme, every), Changes(model)]
+    quiet = {f"enable_{name}": False for name in ("checkpointing", "progress_bar", "model_summary")}
+
+    def fit() -> None:
+        trainer = lightning.Trainer(max_steps=4, accelerator="cpu", callbacks=callbacks, logger=False, **quiet)
+        trainer.fit(module, torch.utils.data.DataLoader(torch.randn(16, 2), batch_size=4))
+
+    return fit
+
+
+def fit_with_transformers(model: nn.Module, scheme: wsync.WeightSyncScheme, every: int) -> Callable[[], None]:
+    transformers = pytest.importorskip("transformers", reason="needs transformers: make libraries")
+    from wsync.integrations.transformers import WsyncCallback
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return {"loss": model(x).pow(2).mean()}
+
+    class Changes(Halves, transformers.TrainerCallback): ...
+
+    arguments = transformers.TrainingArguments(use_cpu=True, max_steps=4, report_to=[], save_strategy="no")
+    callbacks = [Changes(model), WsyncCallback(scheme, every)]
+    data = [{"x": torch.randn(2)} for _ in range(16)]
+    trainer = transformers.Trainer(Loss(), arguments, train_dataset=data, callbacks=callbacks)
+    return trainer.train
+
+
+@pytest.mark.parametrize("make_fit", [fit_with_lightning, fit_with_transformers])
+@pytest.mark.parametrize("every", [1, 3, 8])
+def test_each_training_ends_with_its_weights_sent(tmp_path: Path, make_fit: Any, every: int) -> None:
+    model, copy = nn.Linear(2, 1), nn.Linear(2, 1)
+    with wsync.StoreWeightSyncScheme(tmp_path) as scheme, wsync.StoreWeightSyncScheme(tmp_path) as reader:
+        scheme.init_on_sender(model=model)
+        scheme.connect()
+        reader.init_on_receiver(model=copy, worker_idx=0)
+        reader.connect()
+        fit = make_fit(model, scheme, every)
+        for _ in range(3):
+            fit()
+            while reader.version < scheme.sent_version:
+                reader.receive()
+            assert torch.equal(copy.weight, model.weight)

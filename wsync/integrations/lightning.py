@@ -23,14 +23,16 @@ class WsyncCallback(Callback):
     ) -> None:
         self.scheme, self.every, self.on_worker_error, self._sent = scheme, every, on_worker_error, 0
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._sent = trainer.global_step  # a new trainer begins at 0
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         if trainer.global_step >= self._sent + self.every:  # a batch may be a part of a step
             self._send(trainer)
             pl_module.log("weight_sync/version", float(self.scheme.version), rank_zero_only=True)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.global_step > self._sent:
-            self._send(trainer)
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        self._send(trainer)  # after callbacks that change the weights when the training ends, such as to an average
 
     def _send(self, trainer: Any) -> None:
         self._sent = trainer.global_step

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 from stable_baselines3.common.callbacks import BaseCallback  # pyright: ignore[reportMissingImports]
 
 import wsync
@@ -21,6 +23,11 @@ class WsyncCallback(BaseCallback):
     ) -> None:
         super().__init__()
         self.scheme, self.every, self.on_worker_error, self._rollouts = scheme, every, on_worker_error, 0
+
+    def _on_training_start(self) -> None:
+        if self.model.get_vec_normalize_env() is not None:
+            said = "the policy acts on observations that VecNormalize has normalised; its statistics are not sent"
+            warnings.warn(f"{said}: docs/integrations.md says what the other process has to do", stacklevel=2)
 
     def _on_step(self) -> bool:
         return True

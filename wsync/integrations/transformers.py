@@ -22,17 +22,15 @@ class WsyncCallback(TrainerCallback):
     def __init__(
         self, scheme: wsync.WeightSyncScheme, every: int = 1, on_worker_error: OnWorkerError | None = None
     ) -> None:
-        self.scheme, self.every, self.on_worker_error, self._sent = scheme, every, on_worker_error, 0
+        self.scheme, self.every, self.on_worker_error = scheme, every, on_worker_error
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step % self.every == 0:
             self._send(state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step > self._sent:
-            self._send(state)
+        self._send(state)  # also if the last step was sent: the best model may have been loaded since
 
     def _send(self, state: Any) -> None:
-        self._sent = state.global_step
         if state.is_world_process_zero:
             send(self.scheme, self.on_worker_error)
