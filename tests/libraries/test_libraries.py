@@ -202,7 +202,10 @@ def fit_with_transformers(model: nn.Module, scheme: wsync.WeightSyncScheme, ever
 
 @pytest.mark.parametrize("make_fit", [fit_with_lightning, fit_with_transformers])
 @pytest.mark.parametrize("every", [1, 3, 8])
-def test_each_training_ends_with_its_weights_sent(tmp_path: Path, make_fit: Any, every: int) -> None:
+def test_each_training_ends_with_its_weights_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_fit: Any, every: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
     model, copy = nn.Linear(2, 1), nn.Linear(2, 1)
     with wsync.StoreWeightSyncScheme(tmp_path) as scheme, wsync.StoreWeightSyncScheme(tmp_path) as reader:
         scheme.init_on_sender(model=model)

@@ -178,10 +178,11 @@ def test_bytes_on_an_authenticated_connection_harm_neither_end(options: dict[str
     @given(st.lists(st.binary(min_size=1, max_size=120), min_size=1, max_size=3), st.integers(0, 9))
     def send_noise(contents: list[bytes], end: int) -> None:
         others, model = connected_sockets(), Small()
-        with wsync.DistributedWeightSyncScheme(timeout=0.5, **options) as scheme:
+        with wsync.DistributedWeightSyncScheme(**options) as scheme:
             scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
             with make_worker(scheme, 0, model=model, near=not options) as receiver:
                 connect(scheme.connect, receiver)
+                scheme.timeout = 0.5
                 opened = sorted(connected_sockets() - others)
                 with socket.socket(fileno=os.dup(opened[end % len(opened)])) as raw:
                     for content in contents:
