@@ -175,7 +175,7 @@ class Workers(Outlet):
         member.has_layout = layout is not None
         session.post(Settings(self.name, encoded, self._on_request, first, arena, self._difference is not None))
         if member.pidfd >= 0:
-            loop.add_reader(member.pidfd, session.end, "its process has died")
+            loop.add_reader(member.pidfd, session.end, "its process has ended")
         running = asyncio.ensure_future(session.run())
         try:
             await session.answered()
