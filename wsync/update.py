@@ -96,14 +96,14 @@ class SyncReport(msgspec.Struct, eq=False):
     __repr__ = __str__
 
 
-class Outlet(Protocol):
-    """What a sender publishes to: workers, files, engines, or a model in this process.
+class Outlet:
+    """What a sender publishes to: workers, files, engines, or a model in this process. This one publishes nothing.
 
-    Called under the sender's lock by the thread that calls the scheme; ``disconnect`` and ``close`` by any thread. An
-    implementation derives from it: a method with a body here is for what the outlet does not have.
+    Called under the sender's lock by the thread that calls the scheme; ``disconnect`` and ``close`` by any thread. A
+    subclass has ``reserve`` and ``publish``, and what else it needs.
     """
 
-    name: str  # identifies the sender, in what updates require of one another
+    name: str = ""  # identifies the sender, in what updates require of one another
     workers: Sequence[int] = ()  # that are present, in order; another object whenever that has changed
     moves_bytes: bool = True  # in `publish`; else later, or workers read them where they are
     transactional: bool = False  # whether an update can be prepared first, and committed or aborted later
@@ -127,7 +127,7 @@ class Outlet(Protocol):
 
     def reserve(self, deadline: float | None) -> Buffer:
         """Return memory for one version that no process reads; it stays reserved as long as the buffer exists."""
-        ...
+        raise NotImplementedError
 
     def publish(self, update: Update, workers: Sequence[int]) -> bool | None:
         """Give ``workers`` the update, also those that will take the place of absent ones. Does not wait for them.
@@ -195,6 +195,8 @@ class Connection(Protocol):
 class Inbox:
     """What a receiver polls: of a connection, a store, or a sender in the same process. This one is always empty.
 
+    It is a ``Connection``, too: this one does nothing.
+
     All methods are called inside the gate, but for ``answer`` and ``set_wakeups``, which any thread calls. The control
     thread calls ``poll`` outside it as well, to learn which version the next forward would use.
     """
@@ -203,6 +205,12 @@ class Inbox:
     newest: int = 0  # the newest version that there is, as far as is known; for receivers that fetch
     # Compiled code that is the gate's hook in place of the receiver, and calls the receiver for what is not usual.
     words: Any = None  # ``words.version`` is what it has installed
+
+    def connect(self, worker_idx: int, deadline: float | None, /) -> int:
+        return 0
+
+    def fetch(self, deadline: float | None, /) -> None:
+        return
 
     def use(self, layout: Layout, target: Any) -> None:
         """Take note of the layout, and of what installs its updates."""
