@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from multiprocessing import ProcessError
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,6 @@ from wsync.testing.models import (
     nudge,
     scramble,
 )
-from wsync.testing.workers import WorkerError
 
 STILL_OPEN = "something of the trainer's end is still open or running"
 PULL: dict[str, Any] = {"initiator": "receiver"}
@@ -456,7 +456,7 @@ class BackendContract(BackendHooks):
             session.scheme.shutdown()
             while worker.result() is not None:  # what was sent before may come first
                 worker.start(commands.receive, None)
-            with pytest.raises(WorkerError, match="NotConnected"):
+            with pytest.raises(ProcessError, match="NotConnected"):
                 worker.call(commands.receive, None)
             assert worker.call(commands.shutdown) == []
             assert session.outputs() == [3]  # in memory of its own
