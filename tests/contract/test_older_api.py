@@ -7,7 +7,6 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing import ProcessError
 from types import SimpleNamespace
 from typing import Any
 
@@ -103,7 +102,7 @@ def test_shared_memory_needs_no_receive(workers: WorkerGroup) -> None:
     scheme.shutdown()
     for worker in workers:
         assert worker.call(received, TIMEOUT)
-        with pytest.raises(ProcessError, match=r"NotConnected.*has shut down"):
+        with pytest.raises(multiprocessing.ProcessError, match=r"NotConnected.*has shut down"):
             worker.call(received, TIMEOUT)
 
 

@@ -10,7 +10,6 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing import ProcessError
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,7 +53,7 @@ def test_the_death_of_a_trainer_is_noticed_although_its_child_lives(backend: Bui
         try:
             workers[0].start(commands.receive, 15.0)
             workers[1].kill()
-            with pytest.raises(ProcessError, match="NotConnected"):
+            with pytest.raises(multiprocessing.ProcessError, match="NotConnected"):
                 workers[0].result()
         finally:
             os.kill(child, signal.SIGKILL)

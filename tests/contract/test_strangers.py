@@ -18,7 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from multiprocessing import ProcessError
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -603,7 +602,7 @@ def test_8_an_answer_that_a_signal_swallowed_is_made_up_for(backend: BuiltIn) ->
                     assert "struck" in str(error)
             assert session.workers[0].result() > 0 and session.outputs() == [600]
     finally:  # no test after this one gets a worker that signals have struck
-        with suppress(ProcessError):
+        with suppress(multiprocessing.ProcessError):
             backend.pool.close()
 
 
@@ -639,7 +638,7 @@ class Apart(Overlapping):
 def test_11_a_tensor_that_overlaps_itself_is_refused_by_name(backend: BuiltIn) -> None:
     with pytest.raises(wsync.WeightSyncError, match="'rows'"), joined(backend, Apart(), Overlapping, timeout=20.0):
         pass
-    with suppress(ProcessError):
+    with suppress(multiprocessing.ProcessError):
         backend.pool.close()
 
 

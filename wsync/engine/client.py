@@ -33,6 +33,7 @@ _IDLE_LIMIT = 2.0  # seconds: a connection without requests for longer is not us
 
 Kind = Literal["died", "late", "failed"]
 Fields = Mapping[str, Any]
+Body = Fields | memoryview | None
 
 
 class EngineError(Exception):
@@ -149,7 +150,7 @@ class EngineClient:
     def get_world_size(self) -> int:
         return int(self.post("connect", protocol.WORLD_SIZE)["world_size"])
 
-    def post(self, phase: str, route: str, body: Fields | memoryview | None = None) -> Fields:
+    def post(self, phase: str, route: str, body: Body = None) -> Fields:
         """Make a request of the transfer, as ``request`` does; called by its thread."""
         return self.request(phase, route, body, deadline=self.deadline, transfer=True)
 
@@ -161,13 +162,7 @@ class EngineClient:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def request(
-        self,
-        phase: str,
-        route: str,
-        body: Fields | memoryview | None = None,
-        *,
-        deadline: float | None,
-        transfer: bool = False,
+        self, phase: str, route: str, body: Body = None, *, deadline: float | None, transfer: bool = False
     ) -> Fields:
         """Make a request with fields (as JSON) or weights; return the fields of its answer. EngineError: it failed."""
         self.phase = phase
@@ -177,9 +172,7 @@ class EngineClient:
         """Raise ``EngineError`` if the engine does not answer its health route; another thread's request may wait."""
         self._call("health", self.health, None, deadline, alone=True)
 
-    def _call(
-        self, phase: str, route: str, body: Fields | memoryview | None, deadline: float | None, **options: bool
-    ) -> Fields:
+    def _call(self, phase: str, route: str, body: Body, deadline: float | None, **options: bool) -> Fields:
         method = "GET" if route in protocol.READ_ONLY else "POST"
         where = f"{self.url}: phase {phase} ({method} {route})"
         try:
@@ -204,14 +197,7 @@ class EngineClient:
         return found
 
     def _exchange(
-        self,
-        method: str,
-        route: str,
-        body: Any,
-        deadline: float | None,
-        *,
-        transfer: bool = False,
-        alone: bool = False,
+        self, method: str, route: str, body: Body, deadline: float | None, transfer: bool = False, alone: bool = False
     ) -> tuple[int, bytes]:
         """Return the status and the body of an answer. ``alone``: by a connection for this request only."""
         headers = self._headers
@@ -244,9 +230,8 @@ class EngineClient:
         """Return a connection: one that was used a moment ago, or a new one."""
         while self._idle:
             sock, since = self._idle.pop()
-            if time.monotonic() - since < _IDLE_LIMIT and not readable(
-                [sock.fileno()], NOW
-            ):  # the engine has closed it
+            recent = time.monotonic() - since < _IDLE_LIMIT
+            if recent and not readable([sock.fileno()], NOW):  # else the engine has closed it
                 return sock
             sock.close()
         return self._new_connection(deadline)

@@ -9,7 +9,6 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
-from functools import partial
 from typing import Any
 
 from wsync.control.loop import control_loop, run_blocking
@@ -64,7 +63,8 @@ class Engine:
         self.cause, said, pause = "", "", _SHORTEST
         while True:
             try:
-                await self._request("connect", self.client.presence, deadline=earlier(deadline, deadline_in(_PROBE)))
+                until = earlier(deadline, deadline_in(_PROBE))
+                await run_blocking("engine", self.client.request, "connect", self.client.presence, deadline=until)
                 said = ""
             except EngineError as error:
                 said = said if said and error.kind == "late" else str(error)
@@ -228,9 +228,6 @@ class Engine:
             raise refusal
         return False
 
-    async def _request(self, phase: str, route: str, fields: Any = None, *, deadline: float | None) -> None:
-        await run_blocking("engine", partial(self.client.request, phase, route, fields, deadline=deadline))
-
     async def _blocking(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call what waits for the engine; EngineError: its ``/health``, on another connection, says that it is dead."""
         call = asyncio.ensure_future(run_blocking("engine", function, *args))
@@ -265,7 +262,8 @@ class Engine:
             self._begun |= phase in _BEGUN
             if not self._begun:
                 with suppress(EngineError):  # the other error is the one to report
-                    await self._request("resume", *resume, deadline=deadline_in(_RESUME_TIMEOUT))
+                    until = deadline_in(_RESUME_TIMEOUT)
+                    await run_blocking("engine", self.client.request, "resume", *resume, deadline=until)
             self.client.phase = phase
             raise
 
