@@ -131,7 +131,7 @@ class SchemeTransport(TransportBackend):
 
     @property
     def unique_weights(self) -> list[Any]:
-        """The buffers that workers share, as TensorDicts, each once; the user's own, where they were registered.
+        """The published buffers, as TensorDicts, each once; the user's own, where they were registered.
 
         A manual write into one is visible to bound parameters at once, without a version, at the user's own risk.
         """
