@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+from functools import partial
 from multiprocessing import ProcessError
 from typing import Any
 
@@ -23,13 +24,7 @@ from wsync.testing.hooks import TIMEOUT
 from wsync.testing.models import Small, WithExtraState, digest, fill
 from wsync.transforms import Fuse
 
-
-def longer() -> Small:
-    return Small(7)
-
-
-def double() -> Small:
-    return Small(4, torch.float64)
+LONGER, DOUBLE = partial(Small, 7), partial(Small, 4, torch.float64)
 
 
 class OtherName(nn.Module):
@@ -38,7 +33,7 @@ class OtherName(nn.Module):
         self.bias = nn.Parameter(torch.zeros(4))
 
 
-@pytest.mark.parametrize(("make", "problem"), [(longer, r"\[7\]"), (double, "float64"), (OtherName, "weight")])
+@pytest.mark.parametrize(("make", "problem"), [(LONGER, r"\[7\]"), (DOUBLE, "float64"), (OtherName, "weight")])
 def test_a_worker_with_a_model_that_does_not_fit_is_named(backend: BuiltIn, make: Any, problem: str) -> None:
     with backend.workers(2) as workers, backend.make_scheme(timeout=60.0) as scheme:
         scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=2)

@@ -57,7 +57,7 @@ class EngineApp:
         self._loading = ThreadPoolExecutor(1, "wsync-load")
         routes = [
             self._phase(protocol.INIT, self._init),
-            self._phase(protocol.START, self._start),
+            self._phase(protocol.START, self._require_session),  # nothing else: the checksum tells versions apart
             _route(protocol.UPDATE, self._update),
             self._phase(protocol.FINISH, self._finish),
             self._phase(protocol.VERIFY, self._verify),
@@ -131,9 +131,6 @@ class EngineApp:
             raise HTTPException(409, why)
         if self._session != name:
             raise HTTPException(409, _TAKEN)
-
-    def _start(self, fields: Fields) -> None:
-        self._require_session(fields)  # there is nothing to do: the checksum tells versions apart
 
     async def _update(self, request: Request) -> None:
         async with self._updating:
