@@ -2,13 +2,13 @@
 
 from wsync import transforms
 from wsync.backends.cuda import CudaWeightSyncScheme
-from wsync.backends.distributed import DistributedTransport, DistributedWeightSyncScheme
+from wsync.backends.distributed import DistributedWeightSyncScheme
 from wsync.backends.http import HTTPWeightSyncScheme
 from wsync.backends.multiprocess import MPTransport, MultiProcessWeightSyncScheme
 from wsync.backends.none import NoWeightSyncScheme
-from wsync.backends.ray import RayModuleTransformScheme, RayTransport, RayWeightSyncScheme
-from wsync.backends.rpc import RPCTransport, RPCWeightSyncScheme
-from wsync.backends.shared_mem import SharedMemTransport, SharedMemWeightSyncScheme
+from wsync.backends.ray import RayModuleTransformScheme, RayWeightSyncScheme
+from wsync.backends.rpc import RPCWeightSyncScheme
+from wsync.backends.shared_mem import SharedMemWeightSyncScheme
 from wsync.backends.store import StoreTransport, StoreWeightSyncScheme
 from wsync.control.listen import listen_on
 from wsync.control.rendezvous import Rendezvous, TorchStoreRendezvous
@@ -30,7 +30,7 @@ from wsync.registry import register_backend, registered_backends
 from wsync.scheme import WeightSyncScheme
 from wsync.sender import worker_list
 from wsync.transaction import synchronize
-from wsync.transport import TransportBackend
+from wsync.transport import DistributedTransport, RayTransport, RPCTransport, SharedMemTransport, TransportBackend
 from wsync.update import SyncReport
 from wsync.weights.source import per_worker
 from wsync.weights.strategy import WeightStrategy, bytes_of

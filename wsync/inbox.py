@@ -31,8 +31,8 @@ from wsync.update import Cause, Inbox, Outlet, Stage, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
 
 
-class WorkerConnection:
-    """The connection of one worker to a sender in another process (a ``Connection``).
+class WorkerConnection(Inbox):
+    """The connection of one worker to a sender in another process; what comes by it has an inbox of its own.
 
     ``pickled``: what the pickled scheme has of the sender's address. ``binds_arena``: whether a model is bound to slots
     of the arena.

@@ -22,7 +22,7 @@ from wsync.control.auth import Address
 from wsync.deadlines import deadline_in, readable
 from wsync.errors import NotConnected, SyncTimeout
 from wsync.paths import RemoteWorker, find_or_none
-from wsync.transport import TransportBackend
+from wsync.transport import SchemeTransport, TransportBackend
 
 if TYPE_CHECKING:
     from wsync.scheme import WeightSyncScheme
@@ -146,8 +146,8 @@ def transport_to(scheme: WeightSyncScheme, given: object) -> TransportBackend:
     elif isinstance(given, RemoteWorker):
         given = given.worker_idx
     if not scheme.binds:
-        return scheme.transport_class(scheme, [given] if isinstance(given, int) else None)
-    return _shared.setdefault(id(scheme), scheme.transport_class(scheme))
+        return SchemeTransport(scheme, [given] if isinstance(given, int) else None)
+    return _shared.setdefault(id(scheme), SchemeTransport(scheme))
 
 
 # --- pipes ---

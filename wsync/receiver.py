@@ -29,7 +29,7 @@ from wsync.control.session import choose
 from wsync.deadlines import deadline_in, remaining
 from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WeightSyncError, error_of
 from wsync.gate import entered_for_forward_of, gate_model, process_gate, ungate_model
-from wsync.update import LAST_VERSION, Connection, Inbox, Update
+from wsync.update import LAST_VERSION, Inbox, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
 from wsync.weights.snapshot import require_digests
 from wsync.weights.strategy import WeightStrategy
@@ -67,7 +67,7 @@ class Receiver:
     ) -> None:
         self.model_id = model_id
         self.destination = destination
-        self.connection: Connection  # the way to the sender; set by the scheme
+        self.connection: Inbox  # the way to the sender; set by the scheme
         self.inbox: Inbox = Inbox()  # what has its updates; set by the connection
         self.sender = ""  # identifies the sender of the present connection
         self.worker_idx, self._version = -1, 0

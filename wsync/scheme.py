@@ -40,7 +40,7 @@ from wsync.registry import full_signature, load_backend
 from wsync.sender import Sender
 from wsync.transforms import Transform, compose, delta_of
 from wsync.transport import SchemeTransport, TransportBackend
-from wsync.update import Connection, Outlet, SyncReport
+from wsync.update import Inbox, Outlet, SyncReport
 from wsync.weights.source import DeviceMap, Source, extracted, per_worker
 from wsync.weights.strategy import Format, WeightStrategy
 from wsync.weights.targets import Destination, Load
@@ -85,7 +85,6 @@ class WeightSyncScheme:
     sends_weights: ClassVar[bool] = True  # false for the backend `none` alone
     sender_driven: ClassVar[bool] = False  # `connect` of the sender sets up the receivers, too: actors of its `context`
     delivers_at_connect: ClassVar[bool] = True  # else the first `send` delivers the first weights
-    transport_class: ClassVar[type[SchemeTransport]] = SchemeTransport  # of `sender_transports` and the like
     arena: bool = False  # workers on the sender's machine take weights from the arena (`shm/arena.py`)
     binds: ClassVar[bool] = False  # models of these workers are bound to its slots; else the weights are copied out
 
@@ -122,6 +121,7 @@ class WeightSyncScheme:
         self._address: Any = None  # of the sender; travels in the pickle
         self._sender_model_id: str | None = None  # the model that is sent from there
         self._listening: Address | None = None  # on the sender: what `announce` publishes
+        self._registered: dict[str, TensorDictBase] = {}  # shared weights of the user's own, by model id
         self._pipes: list[Any] = []  # of the older API, by worker: see ``wsync.legacy``
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -132,8 +132,8 @@ class WeightSyncScheme:
     def __getstate__(self) -> dict[str, Any]:
         """Return options and address, without weights, models and connections; for workers, no ``send_transform``."""
         own = ("_sender", "_receiver", "model_id", "context", "model", "worker_idx", "_listening")
-        metrics = SyncMetrics(self.metrics.scheme)
-        state = {**self.__dict__, **dict.fromkeys(own), "_sentinels": {}, "_pipes": [], "metrics": metrics}
+        state = {**self.__dict__, **dict.fromkeys(own), "_sentinels": {}, "_registered": {}, "_pipes": []}
+        state["metrics"] = SyncMetrics(self.metrics.scheme)
         return state if self._sender_model_id is None else {**state, "send_transform": None}
 
     # --- what a backend overrides ---
@@ -171,7 +171,7 @@ class WeightSyncScheme:
             device=self.device,
         )
 
-    def make_connection(self, model_id: str, receiver: Receiver) -> Connection:
+    def make_connection(self, model_id: str, receiver: Receiver) -> Inbox:
         """Return a receiver's way to its updates: here a connection to the sender."""
         rendezvous = self.create_rendezvous()
         if self._address is None and not rendezvous.can_look_up():
@@ -684,7 +684,7 @@ class WeightSyncScheme:
     @property
     def sender_transports(self) -> dict[int, TransportBackend]:
         """On the sender, ``{worker_idx: transport}``, whose ``send_weights`` sends to that worker."""
-        return {worker: self.transport_class(self, [worker]) for worker in range(self.num_workers)}
+        return {worker: SchemeTransport(self, [worker]) for worker in range(self.num_workers)}
 
     @property
     def shared_transport(self) -> TransportBackend | None:
@@ -694,7 +694,7 @@ class WeightSyncScheme:
     @property
     def receiver_transport(self) -> TransportBackend | None:
         """On a receiver, the transport from the sender; None on a sender."""
-        return None if self.model_id is None or self.num_workers else self.transport_class(self)
+        return None if self.model_id is None or self.num_workers else SchemeTransport(self)
 
     @property
     def sender(self) -> Sender:

@@ -237,15 +237,15 @@ class Sender:
         began, deadline, packing = time.monotonic(), deadline_in(self.timeout), 0.0
         layout, parts = self._agreed_layout(weights, deadline), 0
         packed: list[tuple[Sequence[int], Buffer, bytes, Mapping[str, int]]] = []
-        for part in self.source.parts(weights, workers, layout, rest):
+        for whom, tensors, state in self.source.parts(weights, workers, layout, rest):
             parts += 1
-            for group, extra, requires in self._grouped(part.workers, part.extra):
+            for group, extra, requires in self._grouped(whom, state):
                 buffer = self.outlet.reserve(deadline)
                 at = time.monotonic()
-                buffer.pack(part.tensors)
+                buffer.pack(tensors)
                 packing += time.monotonic() - at
                 packed.append((group, buffer, extra, requires))
-            del part  # before the next one is made
+            del tensors, state  # before the next one is made
         self.loop.require_own()  # a function of the user's may have forked, and this may be the child
         if workers is self._everyone and rest is None:
             self.source.learn(weights, layout)
@@ -442,10 +442,10 @@ class Sender:
             if layout is None:
                 raise NotConnected("there is nothing to verify: no weights were sent yet")
             digests = dict[int, dict[str, int]]()
-            for part in self.source.parts(weights, workers, layout):
-                sent = Snapshot(dict(zip(layout.names, part.tensors, strict=True))).through(transform)
+            for whom, tensors, _ in self.source.parts(weights, workers, layout):
+                sent = Snapshot(dict(zip(layout.names, tensors, strict=True))).through(transform)
                 own = {name: digest_of(one) for name, one in sent.tensors.items()}
-                digests |= {worker: own for worker in part.workers}
+                digests |= dict.fromkeys(whom, own)
             causes, self._verified = self.outlet.verify(digests, deadline_in(timeout)), {}
             for worker in digests.keys() - causes.keys():
                 whole, seen = repr(sorted(digests[worker].items())).encode(), self.outlet.seen(worker, version)

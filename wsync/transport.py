@@ -129,6 +129,19 @@ class SchemeTransport(TransportBackend):
         self._scheme = scheme
         self._worker_ids = worker_ids
 
+    @property
+    def unique_weights(self) -> list[Any]:
+        """The published buffers, as TensorDicts, each once; the user's own, where they were registered.
+
+        A manual write into one is visible to bound parameters at once, without a version, at the user's own risk.
+        """
+        model_id, registered = self._scheme.model_id, self._scheme._registered
+        if model_id in (None, *registered):
+            return [own for name, own in registered.items() if model_id in (None, name)]
+        buffers = self._scheme.sender.outlet.published()
+        weights = [dict(zip(one.layout.names, one.views, strict=True)) for one in buffers]
+        return [WeightStrategy().extract_weights(one) for one in weights]
+
     def setup_connection_and_weights_on_sender(self) -> None:
         self._scheme.create_sender().connect()
 
@@ -160,3 +173,6 @@ class SchemeTransport(TransportBackend):
                 if destination is not None and destination is not own:
                     (strategy or WeightStrategy()).apply_weights(destination, own)
         return receiver.weights() if own is None or strategy is None else strategy.extract_weights(own)
+
+
+SharedMemTransport = DistributedTransport = RPCTransport = RayTransport = SchemeTransport  # by the documents' names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
@@ -96,14 +96,14 @@ class SyncReport(msgspec.Struct, eq=False):
     __repr__ = __str__
 
 
-class Outlet(Protocol):
-    """What a sender publishes to: workers, files, engines, or a model in this process.
+class Outlet:
+    """What a sender publishes to: workers, files, engines, or a model in this process. This one publishes nothing.
 
-    Called under the sender's lock by the thread that calls the scheme; ``disconnect`` and ``close`` by any thread. An
-    implementation derives from it: a method with a body here is for what the outlet does not have.
+    Called under the sender's lock by the thread that calls the scheme; ``disconnect`` and ``close`` by any thread. A
+    subclass has ``reserve`` and ``publish``, and what else it needs.
     """
 
-    name: str  # identifies the sender, in what updates require of one another
+    name: str = ""  # identifies the sender, in what updates require of one another
     workers: Sequence[int] = ()  # that are present, in order; another object whenever that has changed
     moves_bytes: bool = True  # in `publish`; else later, or workers read them where they are
     transactional: bool = False  # whether an update can be prepared first, and committed or aborted later
@@ -127,7 +127,7 @@ class Outlet(Protocol):
 
     def reserve(self, deadline: float | None) -> Buffer:
         """Return memory for one version that no process reads; it stays reserved as long as the buffer exists."""
-        ...
+        raise NotImplementedError
 
     def publish(self, update: Update, workers: Sequence[int]) -> bool | None:
         """Give ``workers`` the update, also those that will take the place of absent ones. Does not wait for them.
@@ -178,23 +178,10 @@ class Outlet(Protocol):
         """Release everything. Idempotent."""
 
 
-class Connection(Protocol):
-    """A receiver's way to its sender, or to a store."""
-
-    def connect(self, worker_idx: int, deadline: float | None, /) -> int:
-        """Connect, and set the receiver's ``inbox``; return the version to be waited for, 0 if there is none yet."""
-        ...
-
-    def fetch(self, deadline: float | None, /) -> None:
-        """Have the inbox return the newest version; TimeoutError: it did not come in time. Called by any thread."""
-
-    def close(self) -> None:
-        """End the connection. Idempotent."""
-
-
 class Inbox:
-    """What a receiver polls: of a connection, a store, or a sender in the same process. This one is always empty.
+    """A receiver's way to its sender, or to a store, and what it polls. This one is always empty.
 
+    A connection (``connect``, ``fetch``, ``close``) may be an object of its own, which sets the receiver's ``inbox``.
     All methods are called inside the gate, but for ``answer`` and ``set_wakeups``, which any thread calls. The control
     thread calls ``poll`` outside it as well, to learn which version the next forward would use.
     """
@@ -203,6 +190,13 @@ class Inbox:
     newest: int = 0  # the newest version that there is, as far as is known; for receivers that fetch
     # Compiled code that is the gate's hook in place of the receiver, and calls the receiver for what is not usual.
     words: Any = None  # ``words.version`` is what it has installed
+
+    def connect(self, worker_idx: int, deadline: float | None, /) -> int:
+        """Connect; return the version to be waited for, 0 if there is none yet."""
+        return 0
+
+    def fetch(self, deadline: float | None, /) -> None:
+        """Have the inbox return the newest version; TimeoutError: it did not come in time. Called by any thread."""
 
     def use(self, layout: Layout, target: Any) -> None:
         """Take note of the layout, and of what installs its updates."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from wsync.control import Address, Channel, ChannelListener, Frame, connect_channel, readable
+from wsync.control import Address, Channel, ChannelListener, connect_channel, readable
 
 # What the trainer sends, then what a worker answers; a worker that joins is first "accepted" or "refused".
 KINDS = ("accepted", "refused", "build", "find", "connect", "seed", "resume", "collect", "end")
@@ -51,12 +51,12 @@ class Connection:
 
     def send(self, kind: str, value: Any = None) -> None:
         """Send a message of one of the ``KINDS`` with a picklable value; ConnectionError: the other end is gone."""
-        self._channel.send(Frame(KINDS.index(kind), 0, pickle.dumps(value)))
+        self._channel.send(KINDS.index(kind), 0, pickle.dumps(value))
 
     def send_batch(self, index: int, buffer: torch.Tensor) -> None:
         """Report that the buffer ``index`` is full; send its bytes, unless the other end maps the same memory."""
         data = b"" if self.shares_memory else buffer.numpy().data
-        self._channel.send(Frame(KINDS.index("batch"), index, data))
+        self._channel.send(KINDS.index("batch"), index, data)
 
     def receive(self, deadline: float | None = None) -> tuple[str, Any]:
         """Wait for a message; return its kind and its value; of a batch the index and the bytes.
@@ -67,10 +67,10 @@ class Connection:
         """
         if not readable([self.fileno()], deadline):
             raise TimeoutError("no message came in time")
-        frame = self._channel.receive()
-        kind = KINDS[frame.kind]
+        number, index, payload = self._channel.receive()
+        kind = KINDS[number]
         self.told_to_end = kind == "end"
-        return kind, (frame.number, frame.payload) if kind == "batch" else pickle.loads(frame.payload)
+        return kind, (index, payload) if kind == "batch" else pickle.loads(payload)
 
     def close(self) -> None:
         """Close this end. Idempotent."""

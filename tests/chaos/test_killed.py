@@ -25,12 +25,12 @@ class Blocking(Small):
 
     fifo = ""
 
-    def forward(self) -> torch.Tensor:
+    def forward(self, *, twice: bool = False) -> torch.Tensor:
         if self.fifo:
             with open(self.fifo, "w"):
                 pass
             threading.Event().wait()
-        return super().forward()
+        return super().forward(twice=twice)
 
 
 def block(state: WorkerState, fifo: str) -> None:

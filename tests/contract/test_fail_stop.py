@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
+from multiprocessing import ProcessError
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import wsync
-from wsync.testing import WorkerError, WorkerPool, commands
+from wsync.testing import WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
 
@@ -173,7 +174,7 @@ def test_a_worker_that_was_disconnected_alive_harms_no_other_and_is_not_torn(bac
         session.workers[1].resume()
         (old,) = {*session.workers[1].call(commands.output)}
         assert old in (1.0, 2.0), "the slot that it may read is pinned"
-        with pytest.raises(WorkerError, match="NotConnected"):
+        with pytest.raises(ProcessError, match="NotConnected"):
             for _ in range(2):  # the first call may return what had arrived
                 session.workers[1].call(commands.receive, 20.0)
         session.workers[1].start(commands.connect)
@@ -199,7 +200,7 @@ def test_a_worker_whose_model_changed_its_structure_fails_at_each_forward_until_
         with pytest.raises(wsync.WorkerFailed, match=r"(?s)worker 1.*'other'"):
             session.update(3)
         for value in (4, 5):
-            with pytest.raises(WorkerError, match=r"LayoutMismatch.*'other'"):
+            with pytest.raises(ProcessError, match=r"LayoutMismatch.*'other'"):
                 session.workers[1].call(commands.output)
             with suppress(wsync.WorkerFailed):
                 session.update(value)
@@ -228,7 +229,7 @@ def test_a_receive_that_failed_half_way_ends_the_session_and_the_worker_connects
         with pytest.raises(wsync.WorkerDied, match="worker 1"):
             session.update(3)
         assert session.workers[0].call(commands.output)[0] == 3
-        with pytest.raises(WorkerError, match="NotConnected"):
+        with pytest.raises(ProcessError, match="NotConnected"):
             for _ in range(2):  # the first call may return what had arrived
                 session.workers[1].call(commands.receive, 20.0)
         assert session.workers[1].call(commands.output)[0] == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from multiprocessing import ProcessError
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ import wsync
 from wsync.testing import commands
 from wsync.testing.hooks import BackendHooks
 from wsync.testing.models import Small
-from wsync.testing.workers import WorkerError
 
 
 class FailingTransport(FileTransport):
@@ -137,7 +137,7 @@ class TestFailingTransports(BackendHooks):
             workers[0].start(commands.join, scheme, Small, 0, "policy")
             with pytest.raises(wsync.WorkerDied, match=r"(?s)worker 0.*TypeError.*receive_weights"):
                 scheme.connect()
-            with pytest.raises(WorkerError, match="receive_weights"):
+            with pytest.raises(ProcessError, match="receive_weights"):
                 workers[0].result()
 
     def test_a_transport_that_does_not_return_in_time_is_a_dead_worker(self) -> None:

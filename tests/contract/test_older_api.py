@@ -17,7 +17,7 @@ from tensordict import TensorDict
 from torch import nn
 
 import wsync
-from wsync.testing import WorkerError, WorkerGroup, commands
+from wsync.testing import WorkerGroup, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.hooks import TIMEOUT
 from wsync.testing.models import Small, fill
@@ -102,7 +102,7 @@ def test_shared_memory_needs_no_receive(workers: WorkerGroup) -> None:
     scheme.shutdown()
     for worker in workers:
         assert worker.call(received, TIMEOUT)
-        with pytest.raises(WorkerError, match=r"NotConnected.*has shut down"):
+        with pytest.raises(multiprocessing.ProcessError, match=r"NotConnected.*has shut down"):
             worker.call(received, TIMEOUT)
 
 

@@ -21,7 +21,7 @@ from listening import LOOPBACK, listening_tcp, own_sockets
 from torch import nn
 
 import wsync
-from wsync.testing import Worker, WorkerError, WorkerPool, commands
+from wsync.testing import Worker, WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import EveryTensorKind, Small, digest, fill, scramble
 
@@ -53,7 +53,7 @@ def test_the_death_of_a_trainer_is_noticed_although_its_child_lives(backend: Bui
         try:
             workers[0].start(commands.receive, 15.0)
             workers[1].kill()
-            with pytest.raises(WorkerError, match="NotConnected"):
+            with pytest.raises(multiprocessing.ProcessError, match="NotConnected"):
                 workers[0].result()
         finally:
             os.kill(child, signal.SIGKILL)

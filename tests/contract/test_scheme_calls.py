@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import threading
+from functools import partial
+from multiprocessing import ProcessError
 from typing import Any
 
 import numpy as np
@@ -16,19 +18,13 @@ from torch import nn
 
 import wsync
 from wsync import WeightStrategy
-from wsync.testing import WorkerError, commands
+from wsync.testing import commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.hooks import TIMEOUT
 from wsync.testing.models import Small, WithExtraState, digest, fill
 from wsync.transforms import Fuse
 
-
-def longer() -> Small:
-    return Small(7)
-
-
-def double() -> Small:
-    return Small(4, torch.float64)
+LONGER, DOUBLE = partial(Small, 7), partial(Small, 4, torch.float64)
 
 
 class OtherName(nn.Module):
@@ -37,7 +33,7 @@ class OtherName(nn.Module):
         self.bias = nn.Parameter(torch.zeros(4))
 
 
-@pytest.mark.parametrize(("make", "problem"), [(longer, r"\[7\]"), (double, "float64"), (OtherName, "weight")])
+@pytest.mark.parametrize(("make", "problem"), [(LONGER, r"\[7\]"), (DOUBLE, "float64"), (OtherName, "weight")])
 def test_a_worker_with_a_model_that_does_not_fit_is_named(backend: BuiltIn, make: Any, problem: str) -> None:
     with backend.workers(2) as workers, backend.make_scheme(timeout=60.0) as scheme:
         scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=2)
@@ -48,7 +44,7 @@ def test_a_worker_with_a_model_that_does_not_fit_is_named(backend: BuiltIn, make
         assert set(failed.value.workers) == {1}
         workers[0].result()
         assert workers[0].call(commands.output)[0] == 1
-        with pytest.raises(WorkerError, match=problem):
+        with pytest.raises(ProcessError, match=problem):
             workers[1].result()
 
 
@@ -59,7 +55,7 @@ def test_a_transform_that_does_not_fit_is_an_error_at_connect(backend: BuiltIn) 
         workers[0].start(commands.join, scheme, make_engine, 0, "policy")
         with pytest.raises(wsync.WeightSyncError, match=r"receive_transform Fuse.*o\.weight"):
             scheme.connect()
-        with pytest.raises(WorkerError, match=r"receive_transform Fuse.*o\.weight"):
+        with pytest.raises(ProcessError, match=r"receive_transform Fuse.*o\.weight"):
             workers[0].result()
 
 
@@ -74,16 +70,16 @@ def test_a_worker_index_that_does_not_exist_or_is_taken_is_refused(backend: Buil
         workers[0].start(commands.join, scheme, Small, 0, "policy")
         connecting = threading.Thread(target=scheme.connect)
         connecting.start()
-        with pytest.raises(WorkerError, match=r"5.*out of range"):
+        with pytest.raises(ProcessError, match=r"5.*out of range"):
             workers[2].result()
         workers[0].result()
         workers[2].start(commands.join, scheme, Small, 0, "policy")
-        with pytest.raises(WorkerError, match=r"0.*taken"):
+        with pytest.raises(ProcessError, match=r"0.*taken"):
             workers[2].result()
         workers[1].call(commands.join, scheme, Small, 1, "policy")
         connecting.join()
         for worker_idx in (0, 1):
-            with pytest.raises(WorkerError, match="already"):
+            with pytest.raises(ProcessError, match="already"):
                 workers[0].call(connect_again, worker_idx)
 
 

@@ -33,7 +33,7 @@ from workers_here import connect, make_worker, model_of
 
 import wsync
 from wsync.control import ChannelListener, connect_channel
-from wsync.testing import Worker, WorkerError, WorkerPool, commands
+from wsync.testing import Worker, WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
 
@@ -602,7 +602,7 @@ def test_8_an_answer_that_a_signal_swallowed_is_made_up_for(backend: BuiltIn) ->
                     assert "struck" in str(error)
             assert session.workers[0].result() > 0 and session.outputs() == [600]
     finally:  # no test after this one gets a worker that signals have struck
-        with suppress(WorkerError):
+        with suppress(multiprocessing.ProcessError):
             backend.pool.close()
 
 
@@ -638,7 +638,7 @@ class Apart(Overlapping):
 def test_11_a_tensor_that_overlaps_itself_is_refused_by_name(backend: BuiltIn) -> None:
     with pytest.raises(wsync.WeightSyncError, match="'rows'"), joined(backend, Apart(), Overlapping, timeout=20.0):
         pass
-    with suppress(WorkerError):
+    with suppress(multiprocessing.ProcessError):
         backend.pool.close()
 
 

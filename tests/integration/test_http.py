@@ -18,7 +18,7 @@ from http_engines import TOKEN, engines, trainer, value
 
 import wsync
 from wsync.testing import WorkerPool
-from wsync.testing.models import Small, TwoReads, fill
+from wsync.testing.models import Small, fill
 from wsync.transforms import Cast
 
 
@@ -62,23 +62,23 @@ def test_verify_names_what_differs() -> None:
 
 
 def test_no_forward_is_torn() -> None:
-    target, stop, odd = fill(TwoReads(), 0), threading.Event(), list[Any]()
+    target, stop, odd = fill(Small(4096), 0), threading.Event(), list[Any]()
 
     def act() -> None:
         while not stop.is_set():
-            lowest, highest = target().tolist()
+            lowest, highest = target(twice=True).tolist()
             if lowest != highest:
                 odd.append((lowest, highest))
 
     with (
         serve(wsync.engine_app(target, token=None)) as url,
-        trainer(url, fill(TwoReads(), 1), token=None) as scheme,
+        trainer(url, fill(Small(4096), 1), token=None) as scheme,
         ThreadPoolExecutor(1) as executor,
     ):
         acting = executor.submit(act)
         try:
             for number in range(30):
-                scheme.send(fill(TwoReads(), number))
+                scheme.send(fill(Small(4096), number))
         finally:
             stop.set()
         acting.result()

@@ -12,18 +12,11 @@ from wsync.media.cuda import with_index
 from wsync.media.group import INLINE_BYTES, GroupMedium
 from wsync.registry import SchemeOptions
 from wsync.scheme import WeightSyncScheme
-from wsync.transport import SchemeTransport
 from wsync.weights.strategy import Format
-
-
-class DistributedTransport(SchemeTransport):
-    """The way of a scheme to its workers. ``RPCTransport`` and ``RayTransport`` are other names of it."""
 
 
 class GroupScheme(WeightSyncScheme):
     """Base of the schemes whose weights go through shared memory, small messages, and process groups."""
-
-    transport_class = DistributedTransport
 
     def __init__(
         self,

@@ -6,23 +6,7 @@ from typing import Any, ClassVar
 
 from wsync.receiver import Receiver
 from wsync.scheme import WeightSyncScheme
-from wsync.update import Connection, Outlet
-from wsync.weights.layout import Buffer
-
-
-class _Nothing(Outlet, Connection):
-    """An outlet and a connection without effect."""
-
-    name = "none"
-
-    def reserve(self, deadline: float | None) -> Buffer:
-        raise AssertionError("nothing is published")
-
-    def connect(self, *_: Any) -> int:
-        return 0
-
-    def close(self, *, graceful: bool = True) -> None:
-        return
+from wsync.update import Inbox, Outlet
 
 
 class NoWeightSyncScheme(WeightSyncScheme):
@@ -39,10 +23,10 @@ class NoWeightSyncScheme(WeightSyncScheme):
     )
 
     def make_outlet(self, model_id: str, num_workers: int) -> Outlet:
-        return _Nothing()
+        return Outlet()
 
-    def make_connection(self, model_id: str, receiver: Receiver) -> Connection:
-        return _Nothing()
+    def make_connection(self, model_id: str, receiver: Receiver) -> Inbox:
+        return Inbox()
 
     def init_on_sender(self, model_id: str = "policy", context: Any = None, *, pipes: Any = None, **given: Any) -> None:
         super().init_on_sender(model_id, context, pipes=[], **given)

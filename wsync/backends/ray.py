@@ -11,7 +11,7 @@ from concurrent.futures import wait
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from wsync.backends.distributed import DistributedTransport, GroupScheme
+from wsync.backends.distributed import GroupScheme
 from wsync.control.processes import Process, Processes
 from wsync.control.rendezvous import Rendezvous
 from wsync.errors import NotConnected, WeightSyncError, missing_extra
@@ -24,7 +24,6 @@ if TYPE_CHECKING:  # Ray is imported when a scheme is initialised on a sender: m
     from ray import ObjectRef
     from ray.actor import ActorHandle
 
-RayTransport = DistributedTransport
 _GRACE = 5.0  # seconds to wait for Ray to report the calls as finished; calls of busy actors may finish later
 _joined: dict[tuple[str, int], WeightSyncScheme] = {}  # in an actor: by the sender's address and the worker's index
 

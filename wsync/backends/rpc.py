@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch.distributed import rpc
 
-from wsync.backends.distributed import DistributedTransport, GroupScheme
+from wsync.backends.distributed import GroupScheme
 from wsync.control.auth import Address
 from wsync.control.rendezvous import Join, Rendezvous
 from wsync.deadlines import remaining
@@ -15,7 +15,6 @@ from wsync.errors import NotConnected, SyncTimeout
 from wsync.weights.strategy import Format
 
 _TIMED_OUT = "RPCErr:1:"  # how torch begins the message of a call that has timed out
-RPCTransport = DistributedTransport
 _addresses: dict[str, Address] = {}  # of this process's senders, by the names in their pickled schemes
 
 

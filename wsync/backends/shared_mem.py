@@ -11,26 +11,8 @@ from wsync.paths import CollectorContext
 from wsync.registry import SchemeOptions
 from wsync.scheme import WeightSyncScheme
 from wsync.transport import SchemeTransport
-from wsync.weights.layout import Buffer
 from wsync.weights.source import DeviceMap, Source, repointing
-from wsync.weights.strategy import Format, WeightStrategy
-
-
-class SharedMemTransport(SchemeTransport):
-    """The transport to all workers of a scheme, with versions and acknowledgements."""
-
-    @property
-    def unique_weights(self) -> list[TensorDictBase]:
-        """The published buffers, each once; the user's own, where they were registered.
-
-        A manual write into one is visible to bound parameters at once, without a version, at the user's own risk.
-        """
-        scheme: Any = self._scheme
-        if scheme.model_id in (None, *scheme._registered):
-            return [own for model_id, own in scheme._registered.items() if scheme.model_id in (None, model_id)]
-        buffers: list[Buffer] = scheme.sender.outlet.published()
-        weights: list[Any] = [dict(zip(one.layout.names, one.views, strict=True)) for one in buffers]
-        return [WeightStrategy("tensordict").extract_weights(one) for one in weights]  # pyright: ignore[reportReturnType]
+from wsync.weights.strategy import Format
 
 
 class SharedMemWeightSyncScheme(WeightSyncScheme):
@@ -52,7 +34,6 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     name = "shared_mem"
     arena = True
     binds = True
-    transport_class = SharedMemTransport
 
     def __init__(
         self,
@@ -73,7 +54,6 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
         self.auto_register = auto_register
         self.per_worker_weights = per_worker_weights
         self.acknowledge, self._published = acknowledge, acknowledge == "published"
-        self._registered: dict[str, TensorDictBase] = {}
         for model_id, weights in (policy_weights or {}).items():
             self.register_shared_weights(model_id, weights)
 
@@ -131,12 +111,9 @@ class SharedMemWeightSyncScheme(WeightSyncScheme):
     def weights(self) -> Any:
         """This end's weights, live; on a sender that was given none, those that it has published for all workers."""
         own = super().weights
-        published = SharedMemTransport(self).unique_weights if own is None and self.is_sender else []
+        published = SchemeTransport(self).unique_weights if own is None and self.is_sender else []
         return self.strategy.extract_weights(published[0]) if len(published) == 1 else own
 
     @property
     def acknowledges(self) -> bool:
         return not self._published and super().acknowledges
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_registered": {}}

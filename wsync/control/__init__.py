@@ -5,8 +5,8 @@ Public, for collectors and for backends that bring processes together in their o
 """
 
 from wsync.control.auth import Address, shared_key
-from wsync.control.channel import Channel, ChannelListener, Frame, connect_channel
+from wsync.control.channel import Channel, ChannelListener, connect_channel
 from wsync.control.listen import listen_on
 from wsync.deadlines import readable
 
-__all__ = ["Address", "Channel", "ChannelListener", "Frame", "connect_channel", "listen_on", "readable", "shared_key"]
+__all__ = ["Address", "Channel", "ChannelListener", "connect_channel", "listen_on", "readable", "shared_key"]

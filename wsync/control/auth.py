@@ -19,7 +19,6 @@ import stat
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
@@ -79,21 +78,12 @@ class Hello(msgspec.Struct, frozen=True):
     nonce: bytes = msgspec.field(default_factory=lambda: secrets.token_bytes(NONCE_SIZE))
 
 
-class Handshake(NamedTuple):
-    """What both ends of a first contact know."""
+def proof_of(role: str, key: bytes, said: bytes) -> bytes:
+    """Return the MAC by which ``role`` (``"worker"`` or ``"trainer"``) proves that it has the key.
 
-    key: bytes
-    challenge: bytes
-    said: bytes  # the encoded ``Hello``, and the public part of the address
-
-    def mac(self, role: str, more: bytes = b"") -> bytes:
-        """Return the MAC by which ``role`` (``"worker"`` or ``"trainer"``) proves that it has the key."""
-        return hmac.digest(self.key, b"wsync " + role.encode() + b"\0" + self.challenge + self.said + more, "sha256")
-
-    def frame_keys(self, end: str) -> tuple[bytes, bytes]:
-        """Return the keys of the frames that ``end`` sends, and receives."""
-        keys = [self.mac(f"frames of the {role}") for role in ("trainer", "worker")]
-        return (keys[0], keys[1]) if end == "trainer" else (keys[1], keys[0])
+    ``said``: the challenge, the encoded ``Hello``, and the public part of the address.
+    """
+    return hmac.digest(key, b"wsync " + role.encode() + b"\0" + said, "sha256")
 
 
 def new_key() -> bytes:

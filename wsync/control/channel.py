@@ -12,7 +12,6 @@ import queue
 import socket
 import struct
 from contextlib import suppress
-from typing import NamedTuple
 
 from wsync.control.auth import Address, Hello, new_key
 from wsync.control.listen import Contact, Listener, dial
@@ -26,16 +25,11 @@ _BODY = struct.Struct("<ii")
 _LARGEST = 1 << 34  # bytes in a frame
 
 
-class Frame(NamedTuple):
-    """What one end sends to the other: two numbers, whose meaning is theirs, and bytes."""
-
-    kind: int
-    number: int
-    payload: bytes | bytearray | memoryview = b""
-
-
 class Channel:
     """One end of a connection; one thread at a time uses it.
+
+    What one end sends, and the other receives, is a frame: a ``kind`` and a ``number``, whose meaning is theirs, and
+    bytes.
 
     Attributes:
         local: whether both ends are on one machine (a Unix socket).
@@ -58,10 +52,10 @@ class Channel:
         """Have ``send`` and ``receive`` raise ConnectionError if nothing moves for so long: the other end stopped."""
         self._socket.settimeout(seconds)
 
-    def send(self, frame: Frame) -> None:
+    def send(self, kind: int, number: int, payload: bytes | bytearray | memoryview = b"") -> None:
         """Send a frame; return when the kernel has it. ConnectionError: the other end is gone."""
         self._sent += 1
-        head, payload = _BODY.pack(frame.kind, frame.number), memoryview(frame.payload).cast("B")
+        head, payload = _BODY.pack(kind, number), memoryview(payload).cast("B")
         mac = frame_mac(self._send_key, self._sent, head, payload)
         try:
             self._socket.sendall(_HEAD.pack(len(payload), mac) + head)
@@ -69,8 +63,11 @@ class Channel:
         except OSError as error:
             raise ConnectionError(f"the other end is gone: {error}") from error
 
-    def receive(self) -> Frame:
-        """Wait for a frame, and return it. ConnectionError: the other end is gone, or what came is not from it."""
+    def receive(self) -> tuple[int, int, bytearray]:
+        """Wait for a frame, and return its kind, its number and its bytes.
+
+        ConnectionError: the other end is gone, or what came is not from it.
+        """
         size, mac = _HEAD.unpack(self._read(_HEAD.size))
         if size > _LARGEST:
             raise ConnectionError(f"the other end has announced {size} bytes: too many")
@@ -79,7 +76,7 @@ class Channel:
         if not hmac.compare_digest(mac, frame_mac(self._receive_key, self._received, head, payload)):
             raise ConnectionError("a message without the key of this connection")
         kind, number = _BODY.unpack(head)
-        return Frame(kind, number, payload)
+        return kind, number, payload
 
     def _read(self, size: int) -> bytearray:
         data = bytearray(size)

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from wsync.control.auth import MAX_HELLO, NONCE_SIZE, PROOF_SIZE, PROTOCOL, Address, Handshake, Hello
+from wsync.control.auth import MAX_HELLO, NONCE_SIZE, PROOF_SIZE, PROTOCOL, Address, Hello, proof_of
 from wsync.control.wire import Link, SocketStream
 from wsync.deadlines import remaining
 from wsync.errors import NotConnected, SyncTimeout
@@ -47,7 +47,8 @@ class Contact:
     hello: Hello
     end: str  # "trainer", where the worker waits to be accepted, or "worker", which was
     pid: int  # of the other end, as the kernel reports it; 0 if it is on another machine
-    _handshake: Handshake = field(repr=False)  # with the key
+    _key: bytes = field(repr=False)
+    _said: bytes  # what the proofs cover
     fds: Sequence[int] = ()  # that the trainer has passed to the worker
 
     def __post_init__(self) -> None:
@@ -62,7 +63,7 @@ class Contact:
 
     async def accept(self, fds: Sequence[int] = ()) -> None:
         """Trainer: accept the worker, and give it descriptors (only by a Unix socket)."""
-        proof = _ACCEPTED + self._handshake.mac("trainer")
+        proof = _ACCEPTED + proof_of("trainer", self._key, self._said)
         if fds:
             socket.send_fds(self.sock, [proof], list(fds))
         else:
@@ -71,14 +72,15 @@ class Contact:
     async def refuse(self, why: str) -> None:
         """Trainer: tell the worker why it is not accepted."""
         text = why.encode()[:4096]
-        answer = _REFUSED + self._handshake.mac("trainer", text) + _HEAD.pack(len(text)) + text
+        answer = _REFUSED + proof_of("trainer", self._key, self._said + text) + _HEAD.pack(len(text)) + text
         with suppress(OSError):
             await asyncio.get_running_loop().sock_sendall(self.sock, answer)
         self.sock.close()
 
     def frame_keys(self) -> tuple[bytes, bytes]:
         """Return the keys of the frames that are sent, and received."""
-        return self._handshake.frame_keys(self.end)
+        trainers, workers = (proof_of(f"frames of the {role}", self._key, self._said) for role in ("trainer", "worker"))
+        return (trainers, workers) if self.end == "trainer" else (workers, trainers)
 
     async def link(self) -> Link:
         """Return the connection for messages."""
@@ -185,11 +187,11 @@ class Listener:
         if size > MAX_HELLO:
             raise ValueError("not a worker")
         body = await _receive(sock, size)
-        handshake = Handshake(address.key, challenge, body + address.public)
-        if not hmac.compare_digest(head[_HEAD.size :], handshake.mac("worker")):
+        said = challenge + body + address.public
+        if not hmac.compare_digest(head[_HEAD.size :], proof_of("worker", address.key, said)):
             raise ValueError("wrong key")
         hello = msgspec.msgpack.decode(body, type=Hello)
-        contact = Contact(sock, hello, "trainer", peer_pid(sock), handshake)
+        contact = Contact(sock, hello, "trainer", peer_pid(sock), address.key, said)
         ours = (PROTOCOL, self._purpose, self._name)
         theirs = (hello.protocol, hello.purpose, hello.name)
         if theirs != ours:
@@ -225,8 +227,8 @@ async def dial(address: Address, hello: Hello, deadline: float | None) -> Contac
         try:
             async with asyncio.timeout(remaining(deadline)):
                 sock = await _open(address, opened)
-                handshake = Handshake(address.key, await _receive(sock, NONCE_SIZE), body + address.public)
-                first = _HEAD.pack(len(body)) + handshake.mac("worker") + body
+                said = await _receive(sock, NONCE_SIZE) + body + address.public
+                first = _HEAD.pack(len(body)) + proof_of("worker", address.key, said) + body
                 await asyncio.get_running_loop().sock_sendall(sock, first)
                 status, fds = await _receive_with_fds(sock, 1 + PROOF_SIZE)
                 refused = status[:1] == _REFUSED
@@ -243,12 +245,12 @@ async def dial(address: Address, hello: Hello, deadline: float | None) -> Contac
             ) from error
         for fd in fds:
             opened.callback(os.close, fd)
-        if not hmac.compare_digest(status[1:], handshake.mac("trainer", text)):
+        if not hmac.compare_digest(status[1:], proof_of("trainer", address.key, said + text)):
             raise NotConnected(f"{worker}: the listener{where} did not prove the sender's key")
         if refused:
             raise NotConnected(f"{worker}: rejected by the sender: {text.decode(errors='replace')}")
         opened.pop_all()  # its user closes it
-        return Contact(sock, hello, "worker", peer_pid(sock), handshake, fds)
+        return Contact(sock, hello, "worker", peer_pid(sock), address.key, said, fds)
 
 
 async def _open(address: Address, opened: ExitStack) -> socket.socket:

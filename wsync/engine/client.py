@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
-from typing import Any, Literal, NamedTuple
+from types import SimpleNamespace
+from typing import Any, Literal
 from urllib.parse import urlencode, urlsplit
 
 import msgspec
@@ -32,6 +33,7 @@ _IDLE_LIMIT = 2.0  # seconds: a connection without requests for longer is not us
 
 Kind = Literal["died", "late", "failed"]
 Fields = Mapping[str, Any]
+Body = Fields | memoryview | None
 
 
 class EngineError(Exception):
@@ -148,7 +150,7 @@ class EngineClient:
     def get_world_size(self) -> int:
         return int(self.post("connect", protocol.WORLD_SIZE)["world_size"])
 
-    def post(self, phase: str, route: str, body: Fields | memoryview | None = None) -> Fields:
+    def post(self, phase: str, route: str, body: Body = None) -> Fields:
         """Make a request of the transfer, as ``request`` does; called by its thread."""
         return self.request(phase, route, body, deadline=self.deadline, transfer=True)
 
@@ -160,48 +162,25 @@ class EngineClient:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def request(
-        self,
-        phase: str,
-        route: str,
-        body: Fields | memoryview | None = None,
-        *,
-        deadline: float | None,
-        transfer: bool = False,
+        self, phase: str, route: str, body: Body = None, *, deadline: float | None, transfer: bool = False
     ) -> Fields:
         """Make a request with fields (as JSON) or weights; return the fields of its answer. EngineError: it failed."""
-        health = phase == "health"  # asked while another thread's request waits
-        if not health:
-            self.phase = phase
+        self.phase = phase
+        return self._call(phase, route, body, deadline, transfer=transfer)
+
+    def require_alive(self, deadline: float | None) -> None:
+        """Raise ``EngineError`` if the engine does not answer its health route; another thread's request may wait."""
+        self._call("health", self.health, None, deadline, alone=True)
+
+    def _call(self, phase: str, route: str, body: Body, deadline: float | None, **options: bool) -> Fields:
         method = "GET" if route in protocol.READ_ONLY else "POST"
         where = f"{self.url}: phase {phase} ({method} {route})"
-        headers = self._headers
-        if body is not None and not isinstance(body, memoryview):
-            body, headers = memoryview(msgspec.json.encode(body)), {**headers, "Content-Type": "application/json"}
-        sock: socket.socket | None = None
         try:
-            sock = self._new_connection(deadline) if health else self._connected(deadline)
-            self.own_host = sock.getsockname()[0]
-            if transfer:
-                self._busy.add(sock)
-            connection = HTTPConnection(self._host, self._port)  # only writes and reads what travels by `sock`
-            stream: Any = _Stream(sock, deadline)
-            connection.sock = stream
-            connection.request(method, self._path + route, body, headers)
-            response = connection.getresponse()
-            status, answer = response.status, response.read(_ANSWER_BYTES)
-            # After an exception, uvicorn answers 500 as if the connection stayed open, and closes it.
-            if status == 200 and response.isclosed() and not response.will_close and not health:
-                self._idle.append((sock, time.monotonic()))
-                sock = None
+            status, answer = self._exchange(method, route, body, deadline, **options)
         except (HTTPException, OSError) as error:
             if remaining(deadline) == 0.0:
                 raise EngineError(f"{where}: no answer before the deadline", "late") from error
             raise EngineError(f"{where}: {type(error).__name__}: {error}", "died") from error
-        finally:
-            if transfer:
-                self._busy.clear()
-            if sock is not None:
-                sock.close()
         found: dict[str, Any] | None = None
         said = answer.decode(errors="replace").strip()[:_SHOWN]
         with suppress(msgspec.DecodeError, RecursionError):
@@ -217,13 +196,42 @@ class EngineClient:
             raise EngineError(f"{where}: answered what is no JSON object: {said!r}", status=status)
         return found
 
+    def _exchange(
+        self, method: str, route: str, body: Body, deadline: float | None, transfer: bool = False, alone: bool = False
+    ) -> tuple[int, bytes]:
+        """Return the status and the body of an answer. ``alone``: by a connection for this request only."""
+        headers = self._headers
+        if body is not None and not isinstance(body, memoryview):
+            body, headers = memoryview(msgspec.json.encode(body)), {**headers, "Content-Type": "application/json"}
+        sock = self._new_connection(deadline) if alone else self._connected(deadline)
+        kept = False
+        try:
+            self.own_host = sock.getsockname()[0]
+            if transfer:
+                self._busy.add(sock)
+            connection = HTTPConnection(self._host, self._port)  # only writes and reads what travels by `sock`
+            stream: Any = _Stream(sock, deadline)
+            connection.sock = stream
+            connection.request(method, self._path + route, body, headers)
+            response = connection.getresponse()
+            status, answer = response.status, response.read(_ANSWER_BYTES)
+            # After an exception, uvicorn answers 500 as if the connection stayed open, and closes it.
+            kept = status == 200 and response.isclosed() and not response.will_close and not alone
+            return status, answer
+        finally:
+            if transfer:
+                self._busy.clear()
+            if kept:
+                self._idle.append((sock, time.monotonic()))
+            else:
+                sock.close()
+
     def _connected(self, deadline: float | None) -> socket.socket:
         """Return a connection: one that was used a moment ago, or a new one."""
         while self._idle:
             sock, since = self._idle.pop()
-            if time.monotonic() - since < _IDLE_LIMIT and not readable(
-                [sock.fileno()], NOW
-            ):  # the engine has closed it
+            recent = time.monotonic() - since < _IDLE_LIMIT
+            if recent and not readable([sock.fileno()], NOW):  # else the engine has closed it
                 return sock
             sock.close()
         return self._new_connection(deadline)
@@ -243,18 +251,7 @@ class EngineClient:
             self._idle.pop()[0].close()
 
 
-class ParamMeta(NamedTuple):
-    """As in vLLM: every rank of the trainer has the whole tensor."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    owners: None = None
-    mesh_shape: None = None
-    placements: None = None
-
-
-class Metadata(list[ParamMeta]):
+class Metadata(list[Any]):
     """A list, which vLLM 0.33 reads; vLLM 0.32 calls ``source.metadata()`` to get it."""
 
     def __call__(self) -> Metadata:
@@ -274,8 +271,9 @@ class VersionSource:
         self.layout = layout
         self.device: torch.device | str | None = None
         self.update: Update | None = None
+        whole = {"owners": None, "mesh_shape": None, "placements": None}  # every rank of the trainer has it
         entries = zip(layout.names, layout.dtypes, layout.shapes, strict=True)
-        self.metadata = Metadata(ParamMeta(name, dtype, tuple(shape)) for name, dtype, shape in entries)
+        self.metadata = Metadata(SimpleNamespace(name=n, dtype=dtype, shape=s, **whole) for n, dtype, s in entries)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         assert self.update is not None, "the source is read within send_weights()"

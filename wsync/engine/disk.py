@@ -24,14 +24,13 @@ import msgspec
 from wsync.engine.client import EngineClient, EngineError, Transfer, VersionSource
 from wsync.engine.protocol import MODELS
 from wsync.errors import LayoutMismatch, WeightSyncError
-from wsync.store.safetensors_file import FORMAT, content_of, header_of
+from wsync.store.safetensors_file import FORMAT, content_of, header_of, others_of
 from wsync.update import Update
 from wsync.weights.layout import Layout
 from wsync.weights.tensors import describe
 
 _log = logging.getLogger(__name__)
 _OF_VERSION = re.compile(r"v\d{8,}-[0-9a-f]{8}(\.unfinished)?")
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")  # what is not copied of a model folder
 
 
 class VersionFolders:
@@ -101,9 +100,8 @@ class VersionFolders:
                 opened.writelines(pieces)
         layout = update.buffer.layout
         (folder / "probe" / "model.safetensors").write_bytes(header_of(layout, [], FORMAT))
-        for path in () if self._model_folder is None else self._model_folder.iterdir():
-            if path.is_file() and not path.name.endswith(_WEIGHTS):
-                shutil.copyfile(path, folder / path.name)
+        for path in others_of(self._model_folder):
+            shutil.copyfile(path, folder / path.name)
 
     def keep(self, engine: object, *names: str) -> None:
         """Note that an engine reads none but these from now on; delete what no engine reads."""

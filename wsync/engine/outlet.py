@@ -9,7 +9,6 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext, suppress
-from functools import partial
 from typing import Any
 
 from wsync.control.loop import control_loop, run_blocking
@@ -50,8 +49,10 @@ class Engine:
         self._around = None if pause is None else pause_and_resume(client.kind, pause, clear_cache)
         self._delivering: asyncio.Task[None] | None = None
         self._outcome: asyncio.Future[Cause | None] | None = None  # of the newest version
-        # Of the version that was submitted last: its outcome, why it is not prepared, and whether it is to be used.
-        self._states: Sequence[Any] = (None, None, None)
+        # Of the version that was submitted last:
+        self._submitted: asyncio.Future[Cause | None] | None = None  # its outcome
+        self._vote: asyncio.Future[Cause | None] | None = None  # why it is not prepared
+        self._decision: asyncio.Future[bool] | None = None  # whether it is to be used
         self._turn = asyncio.Lock()  # held by the delivery that is in progress
         self._transfer: tuple[Layout, VersionSource, Transfer] | None = None
         self._ending: asyncio.Future[Any] | None = None  # of the transfer before
@@ -62,7 +63,8 @@ class Engine:
         self.cause, said, pause = "", "", _SHORTEST
         while True:
             try:
-                await self._request("connect", self.client.presence, deadline=earlier(deadline, deadline_in(_PROBE)))
+                until = earlier(deadline, deadline_in(_PROBE))
+                await run_blocking("engine", self.client.request, "connect", self.client.presence, deadline=until)
                 said = ""
             except EngineError as error:
                 said = said if said and error.kind == "late" else str(error)
@@ -82,22 +84,22 @@ class Engine:
     def submit(self, update: Update, deadline: float | None) -> None:
         """Send a version, once the one before has ended. An engine that is absent has died."""
         new = asyncio.get_running_loop().create_future
-        self._states = new(), new(), new()
+        self._submitted, self._vote, self._decision = states = new(), new(), new()
         if not update.undecided:
             self.commit(update)
         if self.present:
-            self._delivering = asyncio.ensure_future(self._deliver(update, deadline, *self._states))
+            self._delivering = asyncio.ensure_future(self._deliver(update, deadline, *states))
         else:
-            _settle(self._states[:2], Cause("died", self.cause))
+            _settle(Cause("died", self.cause), self._submitted, self._vote)
 
     def commit(self, update: Update) -> None:
         """Have the engine use the update that was submitted last."""
-        self.latest, self._outcome = update, self._states[0]
-        _settle(self._states[2:], True)
+        self.latest, self._outcome = update, self._submitted
+        _settle(True, self._decision)
 
     async def abort(self) -> None:
         """Have it not use that, unless this was decided; wait, for some seconds, until it goes on with the others."""
-        _settle(self._states[2:], False)
+        _settle(False, self._decision)
         with suppress(TimeoutError):
             async with asyncio.timeout(_RESUME_TIMEOUT), self._turn:
                 pass
@@ -110,11 +112,11 @@ class Engine:
             cause = await self.attempt(deadline, self.send(update.buffer.layout, update, vote, decision))
             if not outcome.done() and cause is not None and cause.kind == "died":
                 self.disconnect(cause.text)
-            _settle([outcome, vote], cause)
+            _settle(cause, outcome, vote)
 
     async def answer(self, stage: Stage, deadline: float | None) -> Cause | None:
         """Wait until the version that was submitted last is prepared (``received``), or the newest one is loaded."""
-        future = self._states[1] if stage == "received" else self._outcome
+        future = self._vote if stage == "received" else self._outcome
         if future is None:
             return None
         await asyncio.wait([future], timeout=remaining(deadline))
@@ -125,7 +127,7 @@ class Engine:
     async def lives(self) -> Cause | None:
         """Return why an engine that has prepared a version cannot use it any more: it is dead."""
         try:
-            await self._request("health", self.client.health, deadline=deadline_in(_PROBE))
+            await run_blocking("engine", self.client.require_alive, deadline_in(_PROBE))
         except EngineError as error:
             if error.kind == "died":
                 self.disconnect(str(error))
@@ -136,8 +138,8 @@ class Engine:
         """Treat the engine as dead; what waits for it is told so. Its next version begins with a new transfer."""
         self.present, self.cause, self._begun = False, cause, False
         self._end_transfer()
-        _settle([self._outcome, *self._states[:2]], Cause("died", cause))
-        _settle(self._states[2:], False)
+        _settle(Cause("died", cause), self._outcome, self._submitted, self._vote)
+        _settle(False, self._decision)
         self.client.give_up()
 
     async def close(self) -> None:
@@ -183,8 +185,8 @@ class Engine:
             self.disconnect(cause.text)
         return cause
 
-    async def send(self, layout: Layout, update: Update | None, *states: asyncio.Future[Any]) -> None:
-        """Send a version; None: only init. ``states``: why it is not prepared, to be set; and whether to use it."""
+    async def send(self, layout: Layout, update: Update | None, vote: Any = None, decision: Any = None) -> None:
+        """Send a version; None: only init. ``vote`` is set (why it is not prepared), and ``decision`` awaited."""
         if self._transfer is None or self._transfer[0] != layout:
             self._end_transfer()
             self.client.phase = "init"
@@ -201,7 +203,7 @@ class Engine:
         try:
             await self._blocking(transfer.stage)
             async with self._paused():
-                if await self._prepare(transfer, *states):
+                if await self._prepare(transfer, vote, decision):
                     await self._blocking(transfer.commit)
                     self._begun = False
         finally:
@@ -212,7 +214,7 @@ class Engine:
         refusal = None
         try:
             await self._blocking(transfer.prepare)
-            _settle([vote], None)
+            _settle(None, vote)
             if await decision:
                 return True
         except EngineError as error:
@@ -226,15 +228,12 @@ class Engine:
             raise refusal
         return False
 
-    async def _request(self, phase: str, route: str, fields: Any = None, *, deadline: float | None) -> None:
-        await run_blocking("engine", partial(self.client.request, phase, route, fields, deadline=deadline))
-
     async def _blocking(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call what waits for the engine; EngineError: its ``/health``, on another connection, says that it is dead."""
         call = asyncio.ensure_future(run_blocking("engine", function, *args))
         while not (await asyncio.wait([call], timeout=_HEALTH_INTERVAL))[0]:
             try:
-                await self._request("health", self.client.health, deadline=deadline_in(_PROBE))
+                await run_blocking("engine", self.client.require_alive, deadline_in(_PROBE))
             except EngineError as error:
                 if error.kind != "died":  # no answer yet, or there is no such route
                     continue
@@ -263,12 +262,13 @@ class Engine:
             self._begun |= phase in _BEGUN
             if not self._begun:
                 with suppress(EngineError):  # the other error is the one to report
-                    await self._request("resume", *resume, deadline=deadline_in(_RESUME_TIMEOUT))
+                    until = deadline_in(_RESUME_TIMEOUT)
+                    await run_blocking("engine", self.client.request, "resume", *resume, deadline=until)
             self.client.phase = phase
             raise
 
 
-def _settle(states: Sequence[asyncio.Future[Any] | None], value: Any) -> None:
+def _settle(value: Any, *states: asyncio.Future[Any] | None) -> None:
     for one in states:
         if one is not None and not one.done():
             one.set_result(value)

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -24,20 +24,12 @@ from wsync.errors import LayoutMismatch, WeightSyncError, as_text
 from wsync.gate import entered_for_forward_of, process_gate
 from wsync.weights.layout import Buffer, Layout
 from wsync.weights.snapshot import require_digests
-from wsync.weights.targets import Destination, Target
+from wsync.weights.targets import Destination
 
 Fields = Mapping[str, Any]
 _FIELDS_BYTES = {protocol.INIT: 64 << 20, protocol.VERIFY: 64 << 20}  # of JSON, at most
 _TAKEN = "another trainer has initialised this engine since: each engine has one trainer"
 _STALLED = 60.0  # longest time without a byte of a body, in seconds
-
-
-class _Session(NamedTuple):
-    """What one trainer has initialised, under a random name: memory for a version, and what takes it."""
-
-    name: str
-    target: Target
-    buffer: Buffer
 
 
 class EngineApp:
@@ -55,15 +47,17 @@ class EngineApp:
         self.version = "0"
         self._destination, self._max_bytes = destination, max_bytes
         self._authorization = None if token is None else f"Bearer {token}".encode()
-        self._session: _Session | None = None
-        self._complete = False  # the session's buffer has a version that was verified
+        self._session = ""  # the random name under which a trainer has initialised what follows
+        self._buffer: Any = None  # memory for a version
+        self._target: Any = None  # what takes it
+        self._complete = False  # the buffer has a version that was verified
         self._mixed = ""  # why weights may be of two versions
         self._updating = asyncio.Lock()  # one phase at a time
         self._receiving: asyncio.Timeout | None = None  # ends the body that is being received
         self._loading = ThreadPoolExecutor(1, "wsync-load")
         routes = [
             self._phase(protocol.INIT, self._init),
-            self._phase(protocol.START, self._start),
+            self._phase(protocol.START, self._require_session),  # nothing else: the checksum tells versions apart
             _route(protocol.UPDATE, self._update),
             self._phase(protocol.FINISH, self._finish),
             self._phase(protocol.VERIFY, self._verify),
@@ -123,28 +117,25 @@ class EngineApp:
             raise HTTPException(413, f"a version has {layout.nbytes} bytes, and max_bytes is {self._max_bytes}")
         if layout.extra:
             raise HTTPException(422, "extra state (pickles) is not accepted over HTTP")
-        self._session, self._complete = None, False
+        self._session, self._buffer, self._target, self._complete = "", None, None, False
         try:
-            target = process_gate().call_without_forward(self._destination.target, layout, bind=False)
+            self._target = process_gate().call_without_forward(self._destination.target, layout, bind=False)
         except LayoutMismatch as error:
             raise HTTPException(422, f"LayoutMismatch: {error}") from error
-        self._session = _Session(name, target, Buffer.new(layout))
+        self._session, self._buffer = name, Buffer.new(layout)
 
-    def _current(self, fields: Fields) -> _Session:
+    def _require_session(self, fields: Fields) -> None:
         name = _text(fields, "session")
-        if self._session is None:
+        if not self._session:
             why = f"POST {protocol.INIT} comes first: an engine that was started again is readmitted"
             raise HTTPException(409, why)
-        if self._session.name != name:
+        if self._session != name:
             raise HTTPException(409, _TAKEN)
-        return self._session
-
-    def _start(self, fields: Fields) -> None:
-        self._current(fields)  # there is nothing to do: the checksum tells versions apart
 
     async def _update(self, request: Request) -> None:
         async with self._updating:
-            place, size = self._current(request.query_params).buffer.memory, 0
+            self._require_session(request.query_params)
+            place, size = self._buffer.memory, 0
             expected, self._complete = _text(request.query_params, "checksum"), False
             try:
                 async with asyncio.timeout(None) as self._receiving:
@@ -162,18 +153,19 @@ class EngineApp:
 
     def _finish(self, fields: Fields) -> Fields:
         """Load the version that has arrived, inside the gate."""
-        session, version = self._current(fields), _text(fields, "weight_version")
+        self._require_session(fields)
+        version = _text(fields, "weight_version")
         if not self._complete:
             raise HTTPException(409, f"no version has arrived whole: POST {protocol.UPDATE} comes first")
-        return process_gate().call_without_forward(self._install, session, version, time.perf_counter())
+        return process_gate().call_without_forward(self._install, version, time.perf_counter())
 
-    def _install(self, session: _Session, version: str, asked: float) -> Fields:
+    def _install(self, version: str, asked: float) -> Fields:
         began = time.perf_counter()
         try:
-            session.target.install(session.buffer.views)
+            self._target.install(self._buffer.views)
             self._set_mixed("")
         finally:
-            if session.target.mixed:
+            if self._target.mixed:
                 self._set_mixed(
                     f"this engine may have weights of two versions, because the install of version {version} failed "
                     "half-way: send again"
@@ -183,7 +175,7 @@ class EngineApp:
         return {"weight_version": version, **seconds}
 
     def _verify(self, fields: Fields) -> None:
-        self._current(fields)
+        self._require_session(fields)
         args = self._destination.model, msgspec.convert(fields.get("digests"), dict[str, int]), self.version
         process_gate().call_without_forward(require_digests, *args)
 

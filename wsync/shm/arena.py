@@ -238,8 +238,7 @@ class SenderArena:
         SyncTimeout: there was none before ``deadline``; names the workers whose forwards use them. WeightSyncError: no
         memory is left for a further slot; nothing has changed.
         """
-        found = self._words.claim(self._slots.buffers)  # a buffer, or how many are kept: leased, published or held
-        if type(found) is int and (found := self._claim()) is None:
+        if (found := self._claim()) is None:
             self._words.want_freed(True)
             try:
                 while (found := self._claim()) is None:
@@ -252,10 +251,11 @@ class SenderArena:
     def _claim(self) -> Buffer | None:
         """Return a free buffer, a new one if most others are kept; None: one has to be waited for."""
         found = self._words.claim(self._slots.buffers)
-        if type(found) is not int:
+        if isinstance(found, Buffer):
             return found
+        kept: int = found  # leased, published or held
         number = len(self._slots.buffers)
-        if number >= found + _SPARE:
+        if number >= kept + _SPARE:
             return None
         if number == native.MAX_SLOTS:
             raise WeightSyncError(f"more than {native.MAX_SLOTS} versions are in use at the same time")

@@ -38,7 +38,7 @@ from msgspec import Meta
 
 from wsync.control.session import checksum_of
 from wsync.errors import NotConnected, WeightSyncError
-from wsync.store.safetensors_file import content_of, header_of
+from wsync.store.safetensors_file import content_of, header_of, others_of
 from wsync.transforms import Delta
 from wsync.update import LAST_VERSION, Outlet, Update
 from wsync.weights.layout import Buffer, BufferPool, Layout
@@ -52,7 +52,6 @@ _PIECE = 1 << 20  # bytes
 MOST_DIFFERENCES = 1000  # between two anchors
 _OF_VERSION = re.compile(r"v(\d{8,})-[0-9a-f]{8}(\.safetensors|\.difference)?")
 UNFINISHED = ".unfinished"
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")  # what is not copied of a model folder
 _Size = Annotated[int, Meta(ge=0, lt=1 << 60)]  # in bytes
 
 
@@ -253,9 +252,7 @@ class Files(Outlet):
         self.store, self._keep = store, keep
         self._delta, self._anchor_every = Delta() if anchor_every > 1 else None, anchor_every
         self.shard_bytes = shard_bytes
-        others = [] if model_folder is None or not shard_bytes else Path(model_folder).expanduser().iterdir()
-        others = [path for path in others if path.is_file() and not path.name.endswith(_WEIGHTS)]
-        self.others = {path.name: [path.read_bytes()] for path in others}
+        self.others = {path.name: [path.read_bytes()] for path in others_of(model_folder if shard_bytes else None)}
         self._pool = BufferPool()
         self._layout: Layout | None = None
         self._prepared: Manifest | None = None

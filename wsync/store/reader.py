@@ -102,12 +102,36 @@ class Reader:
         return update
 
     def _read_whole(self, name: str, layout: Layout, shard_bytes: int) -> Buffer:
+        """Read a file or a folder that ``Files`` has written, into place; the caller compares the checksum.
+
+        Headers are passed over. The library ``safetensors`` maps a file, and a process that reads a mapped part that
+        was cut off is killed; or it copies the file while no other thread can run. ValueError: a file has another size.
+        """
         with ExitStack() as opened:
             files = list[tuple[BufferedIOBase, Sequence[int]]]()
-            for file, entries in files_of(layout, shard_bytes).items():
-                limit = sum(layout.byte_ranges[index][1] for index in entries) + MAX_HEADER
-                files.append((opened.enter_context(self.store.open(f"{name}/{file}".rstrip("/"), limit)), entries))
-            return read_tensors(files, layout, self._pool.reserve)
+            for path, entries in files_of(layout, shard_bytes).items():
+                nbytes = sum(layout.byte_ranges[index][1] for index in entries)
+                file = opened.enter_context(self.store.open(f"{name}/{path}".rstrip("/"), nbytes + MAX_HEADER))
+                size = file.seek(0, os.SEEK_END)
+                file.seek(0)
+                start = 8 + int.from_bytes(file.read(8), "little")
+                if size != start + nbytes:
+                    raise ValueError(f"it has {size} bytes, not the {start + nbytes} of its header and the tensors")
+                file.seek(start)
+                files.append((file, entries))
+            nbytes = sum(layout.byte_ranges[index][1] for index in layout.leaders)
+            if layout.nbytes > nbytes + ALIGNMENT * len(layout.names):  # no more memory than the tensors take
+                raise ValueError(f"its layout has {layout.nbytes} bytes for tensors of {nbytes}")
+            buffer = self._pool.reserve(layout)
+            for file, entries in files:
+                for index in entries:
+                    view = buffer.views[index]
+                    dense = view if view.is_contiguous() else torch.empty(view.shape, dtype=view.dtype)
+                    if dense.numel() and file.readinto(raw_bytes(dense).numpy().data) < dense.nbytes:
+                        raise ValueError("the file ends within its tensors")
+                    if dense is not view:
+                        view.copy_(dense)
+            return buffer
 
     def _read_difference(self, name: str, base: Buffer, checksum: int, into: Buffer) -> Buffer:
         """Return the version that a file has as a difference to ``base``; ValueError: it is one to something else."""
@@ -136,39 +160,8 @@ def in_time(store: Store, function: Callable[[], T], deadline: float | None) -> 
         loop.release()
 
 
-def read_tensors(
-    files: Sequence[tuple[BufferedIOBase, Sequence[int]]], layout: Layout, reserve: Callable[[Layout], Buffer]
-) -> Buffer:
-    """Read files that ``Files`` has written, each with its entries, into place; the caller compares the checksum.
-
-    Headers are passed over. The library ``safetensors`` maps a file, and a process that reads a mapped part that was
-    cut off is killed; or it copies the file while no other thread can run. ValueError: a file has another size.
-    """
-    for file, entries in files:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(0)
-        start = 8 + int.from_bytes(file.read(8), "little")
-        nbytes = sum(layout.byte_ranges[index][1] for index in entries)
-        if size != start + nbytes:
-            raise ValueError(f"it has {size} bytes, not the {start + nbytes} of its header and the tensors")
-        file.seek(start)
-    nbytes = sum(layout.byte_ranges[index][1] for index in layout.leaders)
-    if layout.nbytes > nbytes + ALIGNMENT * len(layout.names):  # no more memory than the tensors take
-        raise ValueError(f"its layout has {layout.nbytes} bytes for tensors of {nbytes}")
-    buffer = reserve(layout)
-    for file, entries in files:
-        for index in entries:
-            view = buffer.views[index]
-            dense = view if view.is_contiguous() else torch.empty(view.shape, dtype=view.dtype)
-            if dense.numel() and file.readinto(raw_bytes(dense).numpy().data) < dense.nbytes:
-                raise ValueError("the file ends within its tensors")
-            if dense is not view:
-                view.copy_(dense)
-    return buffer
-
-
 class FileInbox(Inbox):
-    """A ``Connection`` to a store, and its inbox.
+    """A connection to a store, and its inbox.
 
     A thread reads each version as it appears, if it ``watches``; ``connect`` and ``fetch`` read as ``in_time`` does.
     A version that was read is staged until it is installed, or a newer one takes its place.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,6 +14,7 @@ from wsync.errors import LayoutMismatch
 from wsync.weights.layout import Buffer, Layout
 from wsync.weights.tensors import raw_bytes
 
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")
 FORMAT = {"format": "pt"}  # what transformers asks for
 _DTYPES = {  # by their names in safetensors files
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
@@ -40,6 +43,12 @@ def files_of(layout: Layout, shard_bytes: int, stem: str = "model") -> dict[str,
     if len(shards) == 1:
         return {f"{stem}.safetensors": shards[0]}
     return {f"{stem}-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def others_of(model_folder: str | os.PathLike[str] | None) -> list[Path]:
+    """Return the files of a model folder beside its weights: config, tokenizer."""
+    paths = () if model_folder is None else Path(model_folder).expanduser().iterdir()
+    return [path for path in paths if path.is_file() and not path.name.endswith(_WEIGHTS)]
 
 
 def content_of(buffer: Buffer, shard_bytes: int, stem: str = "model") -> dict[str, Sequence[bytes | memoryview]]:

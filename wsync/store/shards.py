@@ -43,16 +43,6 @@ def publish_shards(files: Any, read: Callable[[], Snapshot], version: int, group
         size, stored = min(files.shard_bytes, -(-layout.nbytes // count)), Stored(version, "", layout.nbytes, 0)
         return Manifest(files.name, layout.encode(), (stored,), shard_bytes=size)
 
-    def commit() -> Stored:
-        digest.update(bytes(layout.nbytes - end) + manifest.layout)
-        stored = replace(manifest.versions[0], checksum=f"{digest.intdigest() or 1:016x}")
-        for file, content in (index_of(layout, dict(shares), "model") | files.others).items():
-            store.write(f"{folder}/{file}", {"": content})
-        if store.local is not None:
-            (store.local / folder).rename(store.local / name)
-        files.name_newest(replace(manifest, versions=(stored,)))
-        return stored
-
     plans = _together(group, plan)
     manifest, layouts = plans[0], [Layout.decode(own.layout) for own in plans]
     layout, forms = layouts[0], [{*zip(one.names, one.shapes, one.dtypes, strict=True)} for one in layouts]
@@ -79,6 +69,17 @@ def publish_shards(files: Any, read: Callable[[], Snapshot], version: int, group
                     end = sum(layout.byte_ranges[index])
                 del whole  # before the next one is gathered
         _together(group, write)
+
+    def commit() -> Stored:
+        digest.update(bytes(layout.nbytes - end) + manifest.layout)
+        stored = replace(manifest.versions[0], checksum=f"{digest.intdigest() or 1:016x}")
+        for file, content in (index_of(layout, dict(shares), "model") | files.others).items():
+            store.write(f"{folder}/{file}", {"": content})
+        if store.local is not None:
+            (store.local / folder).rename(store.local / name)
+        files.name_newest(replace(manifest, versions=(stored,)))
+        return stored
+
     return _together(group, None if rank else commit)[0]
 
 

@@ -15,6 +15,6 @@ pytest.register_assert_rewrite("wsync.testing.contract", "wsync.testing.workers"
 
 from wsync.testing.contract import BackendContract  # noqa: E402
 from wsync.testing.hooks import BackendHooks, Session  # noqa: E402
-from wsync.testing.workers import Worker, WorkerError, WorkerGroup, WorkerPool  # noqa: E402
+from wsync.testing.workers import Worker, WorkerGroup, WorkerPool  # noqa: E402
 
-__all__ = ["BackendContract", "BackendHooks", "Session", "Worker", "WorkerError", "WorkerGroup", "WorkerPool"]
+__all__ = ["BackendContract", "BackendHooks", "Session", "Worker", "WorkerGroup", "WorkerPool"]

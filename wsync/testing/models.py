@@ -12,14 +12,22 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Small(nn.Module):
-    """One parameter of ``size`` values; the output is the first four."""
+    """One parameter of ``size`` values; the output is the first four.
+
+    Or, ``twice``: the smallest and the largest value that were found in two reads, with work between.
+    """
 
     def __init__(self, size: int = 4, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(size, dtype=dtype))
 
-    def forward(self) -> Tensor:
-        return self.weight[:4]
+    def forward(self, *, twice: bool = False) -> Tensor:
+        if not twice:
+            return self.weight[:4]
+        first = self.weight.detach().clone()
+        torch.mm(torch.ones(64, 64), torch.ones(64, 64))
+        both = torch.cat([first, self.weight.detach()])
+        return torch.stack([both.min(), both.max()])
 
 
 def make_large() -> Small:
@@ -77,19 +85,6 @@ class EveryTensorKind(nn.Module):
 
     def forward(self) -> Tensor:
         return self.scalar
-
-
-class TwoReads(Small):
-    """Reads its parameter twice, with work between; the output is the smallest and the largest value that was read."""
-
-    def __init__(self) -> None:
-        super().__init__(4096)
-
-    def forward(self) -> Tensor:
-        first = self.weight.detach().clone()
-        torch.mm(torch.ones(64, 64), torch.ones(64, 64))
-        both = torch.cat([first, self.weight.detach()])
-        return torch.stack([both.min(), both.max()])
 
 
 def named_tensors(model: Any) -> dict[str, Tensor]:

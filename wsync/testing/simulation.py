@@ -63,32 +63,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return False
 
 
-class Process:
-    """Tasks that are killed together, and may be stopped for a while."""
-
-    def __init__(self, world: World) -> None:
-        self.world, self.tasks, self.streams, self.alive = world, list[asyncio.Task[Any]](), list[Stream](), True
-        self.running = asyncio.Event()
-        self.running.set()
-
-    def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        task = self.world.loop.create_task(coroutine)
-        task.add_done_callback(self.world.task_ended)
-        self.tasks.append(task)
-
-    async def step(self, seconds: float = 0.001) -> None:
-        """Between any two steps others may run, and this process may be stopped."""
-        await asyncio.sleep(self.world.random.expovariate(1 / seconds))
-        await self.running.wait()
-
-    def kill(self) -> None:
-        self.alive = False
-        for task in self.tasks:
-            task.cancel()
-        for stream in self.streams:
-            stream.close()
-
-
 class Stream:
     """In place of a ``SocketStream``: bytes come late and in pieces, in order; cut, it loses them from any byte on."""
 
@@ -208,7 +182,7 @@ async def welcome(outlet: Workers, index: int, there: Any) -> None:
 class Model:
     """The receiver of one model in one worker, as its connection and the rule ``choose`` see it."""
 
-    def __init__(self, worker: SimulatedWorker, sender: str) -> None:
+    def __init__(self, worker: Process, sender: str) -> None:
         self.worker, self.sender = worker, sender
         self.version = self.seen = self.promised = 0
         self.installed: Update | None = None
@@ -241,16 +215,39 @@ class Model:
     def ended(self, cause: str, *, finished: bool) -> None: ...
 
 
-class SimulatedWorker(Process):
-    """A process with two models, whose loop acts all the time."""
+class Process:
+    """Tasks that are killed together, and may be stopped for a while.
 
-    def __init__(self, world: World, index: int) -> None:
-        super().__init__(world)
+    A worker has an index and models, and its loop acts all the time; the trainer has none.
+    """
+
+    def __init__(self, world: World, index: int = 0, models: Sequence[str] = ()) -> None:
+        self.world, self.tasks, self.streams, self.alive = world, list[asyncio.Task[Any]](), list[Stream](), True
+        self.running = asyncio.Event()
+        self.running.set()
         self.index, self.gate_held = index, False
-        self.models: dict[str, Any] = {name: Model(self, world.outlets[name].name) for name in MODELS}
-        self.start(self.act())
-        for name in MODELS:
+        self.models: dict[str, Any] = {name: Model(self, world.outlets[name].name) for name in models}
+        if models:
+            self.start(self.act())
+        for name in models:
             self.start(self.stay_connected(name))
+
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        task = self.world.loop.create_task(coroutine)
+        task.add_done_callback(self.world.task_ended)
+        self.tasks.append(task)
+
+    async def step(self, seconds: float = 0.001) -> None:
+        """Between any two steps others may run, and this process may be stopped."""
+        await asyncio.sleep(self.world.random.expovariate(1 / seconds))
+        await self.running.wait()
+
+    def kill(self) -> None:
+        self.alive = False
+        for task in self.tasks:
+            task.cancel()
+        for stream in self.streams:
+            stream.close()
 
     @property
     def versions(self) -> dict[str, int]:
@@ -318,14 +315,14 @@ class World:
         self.versions = dict.fromkeys(MODELS, 0)
         self.requires: dict[str, dict[str, int]] = {name: {} for name in MODELS}
         self.outlets: dict[str, Workers] = {}
-        self.workers: dict[int, SimulatedWorker] = {}
+        self.workers: dict[int, Process] = {}
 
     def say(self, what: str, **more: Any) -> None:
         self.order.append((what, *more.values()))
         if self.tracing:
             print(f"{self.loop.time():8.4f} {what}", *(f"{key}={value}" for key, value in more.items()))
 
-    def any_worker(self) -> SimulatedWorker:
+    def any_worker(self) -> Process:
         return self.random.choice(list(self.workers.values()))
 
     async def faults(self) -> None:
@@ -337,7 +334,7 @@ class World:
                     self.say("kill", worker=worker.index)
                     worker.kill()
                     await asyncio.sleep(self.random.uniform(0, 2))
-                    self.workers[worker.index] = SimulatedWorker(self, worker.index)
+                    self.workers[worker.index] = Process(self, worker.index, MODELS)
                 case "stop":
                     seconds = self.random.choice([0.01, 1, 2 * TIMEOUT])
                     self.say("stop", worker=worker.index, seconds=seconds)
@@ -349,7 +346,7 @@ class World:
 
     # --- what must hold ---
 
-    def check_forward(self, worker: SimulatedWorker) -> None:
+    def check_forward(self, worker: Process) -> None:
         who, versions = f"worker {worker.index}:", worker.versions
         for name, model in worker.models.items():
             version = model.version
@@ -440,7 +437,7 @@ class World:
         for name, outlet in self.outlets.items():
             outlet.publish(self.new_update(name), INDICES)
         for index in INDICES:
-            self.workers[index] = SimulatedWorker(self, index)
+            self.workers[index] = Process(self, index, MODELS)
         await asyncio.sleep(1)
         faults = asyncio.ensure_future(self.faults())
         for _ in range(self.random.randint(3, 16)):
@@ -457,7 +454,7 @@ class World:
         for index, worker in self.workers.items():
             worker.running.set()
             if not worker.alive:
-                self.workers[index] = SimulatedWorker(self, index)
+                self.workers[index] = Process(self, index, MODELS)
         latest = self.loop.time() + 4 * KEEPALIVE + 2 * TIMEOUT
         while (missing := self.missing()) and self.loop.time() < latest:
             await asyncio.sleep(0.1)

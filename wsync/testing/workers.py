@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import ProcessError
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -27,19 +28,15 @@ PRELOADED_MODULES = ["wsync.testing"]
 R = TypeVar("R")
 
 
-class WorkerError(Exception):
-    """A command raised in a worker: the class of the exception and its message, as text."""
-
-
 # --- in the worker's process ---
 
 
 def execute(state: WorkerState, command: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run one command; return its outcome: what it returns, or a ``WorkerError`` with what it raises."""
+    """Run one command; return its outcome: what it returns, or what it raises, as text in a ``ProcessError``."""
     try:
         return command(state, *args, **kwargs)
     except Exception as error:  # noqa: BLE001  any error of a command is its outcome, which the test judges
-        return WorkerError(f"{type(error).__name__}: {error}")
+        return ProcessError(f"{type(error).__name__}: {error}")
 
 
 def serve(pipe: Connection) -> None:
@@ -129,11 +126,11 @@ class Worker:
     def result(self) -> Any:
         """Wait for the outcome of the oldest command, and return its value.
 
-        WorkerError: the command raised. AssertionError: no outcome came within ``ANSWER_TIMEOUT``.
+        ProcessError: the command raised. AssertionError: no outcome came within ``ANSWER_TIMEOUT``.
         """
         outcome = self.outcome()
         self._pending -= 1
-        if isinstance(outcome, WorkerError):
+        if isinstance(outcome, ProcessError):
             raise outcome
         return outcome
 
@@ -227,7 +224,7 @@ class WorkerPool:
     def group(self, count: int) -> Iterator[WorkerGroup]:
         """Workers for one test.
 
-        AssertionError: a thread of wsync's is left in one of them after ``shutdown``. WorkerError: ``shutdown`` failed.
+        AssertionError: a thread of wsync's is left in one of them after ``shutdown``. ProcessError: that failed.
         """
         group, left = WorkerGroup(self, count), dict[Worker, list[str]]()
         try:

@@ -79,14 +79,18 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         """Return the layout that ``encode`` gave; ValueError: it is malformed, or does not fit its buffer."""
         new = msgspec.msgpack.decode(data, type=cls, dec_hook=lambda _, plain: getattr(torch, plain, None))
         columns, count = (new.names, new.shapes, new.strides, new.dtypes, new.offsets), len(new.names)
-        sound = count and {len(column) for column in columns} == {count} and len({*new.names}) == count
-        sound = sound and all(0 <= leader < index < count for index, leader in new.ties)
-        for _, shape, own, dtype, offset in zip(*columns, strict=False) if sound else ():
-            sound = sound and isinstance(dtype, torch.dtype) and min(offset, *shape, 0) >= 0 and not offset % ALIGNMENT
-            sound = sound and offset + prod(shape) * dtype.itemsize <= new.nbytes
-            sound = sound and len(own) == len(shape) and _strides(shape, own) == own
-        if not sound:
-            raise ValueError("a layout that was received is malformed")
+        malformed = ValueError("a layout that was received is malformed")
+        if not count or {len(column) for column in columns} != {count} or len({*new.names}) != count:
+            raise malformed
+        if not all(0 <= leader < index < count for index, leader in new.ties):
+            raise malformed
+        for _, shape, own, dtype, offset in zip(*columns, strict=True):
+            if not isinstance(dtype, torch.dtype) or min(offset, *shape, 0) < 0 or offset % ALIGNMENT:
+                raise malformed
+            if offset + prod(shape) * dtype.itemsize > new.nbytes:
+                raise malformed
+            if len(own) != len(shape) or _strides(shape, own) != own:
+                raise malformed
         return new
 
     def views(self, flat: Tensor) -> tuple[Tensor, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDict, TensorDictBase, is_leaf_nontensor
 from torch import Tensor, nn
@@ -23,12 +23,8 @@ DeviceMap = Callable[[int, Any], Any]
 """``(worker_idx, weights) -> weights`` for that worker."""
 
 
-class Part(NamedTuple):
-    """The same weights for some workers, checked against the layout."""
-
-    workers: Sequence[int]
-    tensors: list[Tensor]
-    extra: Mapping[str, Any] | None
+Part = tuple[Sequence[int], list[Tensor], Mapping[str, Any] | None]
+"""Workers, and the weights that are the same for them, checked against the layout: tensors and extra state."""
 
 
 def as_plain_integer(value: Any) -> Any:
@@ -145,14 +141,14 @@ class Source:
             wrong = sorted(by_worker.keys() ^ set(workers))
             if wrong:
                 raise ValueError(f"weights per worker must be for workers {list(workers)}; worker(s) {wrong} differ")
-            return (self._part([worker], own, layout) for worker, own in by_worker.items())
+            return (([worker], *self._part(own, layout)) for worker, own in by_worker.items())
         if rest is not None:
-            return [self._completed(workers, given, layout, rest)]
+            return [(workers, self._completed(given, layout, rest), None)]
         if change is not None:
             formatted = self._strategy.extract_weights(given)
-            return (self._part([worker], change(worker, formatted), layout) for worker in workers)
-        part = self._part(workers, given, layout)
-        return [part._replace(workers=[worker]) for worker in workers] if self._own_buffers else [part]
+            return (([worker], *self._part(change(worker, formatted), layout)) for worker in workers)
+        same = self._part(given, layout)
+        return [([worker], *same) for worker in workers] if self._own_buffers else [(workers, *same)]
 
     def usual(self, weights: object, layout: Layout) -> Any:
         """Return the tensors of weights in a form that ``learn`` was given before, for ``Buffer.pack``, not checked.
@@ -204,17 +200,17 @@ class Source:
         read = self._index_of(given).snapshot() if is_module(given) else snapshot(given)
         return read.with_optional(()) if self._persistent else read
 
-    def _part(self, workers: Sequence[int], given: object, layout: Layout) -> Part:
-        """Return weights, with the non-persistent buffers that the first ones had: a state dict has none."""
+    def _part(self, given: object, layout: Layout) -> tuple[list[Tensor], Mapping[str, Any] | None]:
+        """Return weights and extra state, with the non-persistent buffers of the first ones: a state dict has none."""
         read = self._read(given).with_optional(self._optional)
         missing = self._optional - read.tensors.keys()
         if missing and self.weights is not None and per_worker(self.weights) is None:
             own = self._read(self.weights).tensors
             read = read._replace(tensors={**read.tensors, **{name: own[name] for name in missing if name in own}})
         sent = read.through(self._transform)  # not strict: a state dict may lack what is dropped
-        return Part(workers, layout.order(sent), sent.extra)
+        return layout.order(sent), sent.extra
 
-    def _completed(self, workers: Sequence[int], given: object, layout: Layout, rest: Sequence[Tensor]) -> Part:
+    def _completed(self, given: object, layout: Layout, rest: Sequence[Tensor]) -> list[Tensor]:
         if self._device_map_fn is not None or self._own_buffers:
             raise ValueError("a partial update needs a scheme without weights per worker")
         some = snapshot(given).through(self._transform).tensors
@@ -229,7 +225,7 @@ class Source:
             some.get(name, by_leader.get(leader, kept)) for name, leader, kept in zip(names, leaders, rest, strict=True)
         ]
         layout.check(tensors)
-        return Part(workers, tensors, None)
+        return tensors
 
 
 @cache
