@@ -200,7 +200,8 @@ class Layout(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 def _misfit(problems: Sequence[str], receiver: str, transform: str) -> LayoutMismatch:
     whom = receiver or "the model, or the first ones that were sent"
-    remedy = f" (send_transform=wsync.transforms.{transform} would change that)" if transform else ""
+    unneeded = ", if it does without that weight" if transform.startswith("Exclude") else ""
+    remedy = f" (send_transform=wsync.transforms.{transform} would change that{unneeded})" if transform else ""
     return LayoutMismatch(f"the weights do not fit {whom}: {describe(problems)}{remedy}")
 
 
