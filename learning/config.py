@@ -215,7 +215,8 @@ def one_line(error: BaseException) -> str:
     if found := re.match(r"Could not override '(.+?)'", text):
         name = found[1]
         if "is not in struct" in text:  # a dictionary without a schema
-            return f"{message}; say +{name}=… to add it"
+            there = [str(one) for one in getattr(error.__cause__, "parent_node", ())]
+            return f"{message}{did_you_mean(name.rpartition('.')[2], there)}; say +{name}=… to add it"
         if name in settings():
             return f"'{name}' is a setting of another option of {name.partition('.')[0]} than the chosen one"
         return f"no setting is called '{name}'{did_you_mean(name, settings())}"

@@ -187,6 +187,7 @@ class Training:
         """
         status, failures = "failed", [collector.failures]
         stop.add_callback(collector.interrupt)
+        stop.add_callback(partial(setattr, self.learner, "stopping", True))
         # Those after a request to stop do not count: the signal may have ended the workers as well.
         stop.add_callback(lambda: failures.insert(0, copy.deepcopy(collector.failures)))
         try:

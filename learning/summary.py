@@ -34,6 +34,9 @@ def summarise(
     `progress` counts the whole run; the cost of updates and the `failures` of workers are those since a resume.
     `status` is "solved", "finished", "interrupted" or "failed".
     """
+    sync = {**_NO_UPDATE, **metrics.summary(), "version": progress.version}
+    if metrics.updates < 100:  # it would be their maximum
+        sync["latency_us"] = {**sync["latency_us"], "p99": None}
     sentences = [verdict(status, progress, solved_at)]
     sentences += [f"{failures}."] if failures else []
     return {
@@ -48,7 +51,7 @@ def summarise(
         "episodes": progress.episodes,
         "episode_return_mean_100": progress.return_mean,
         "solved_at": solved_at,
-        "weight_sync": {**_NO_UPDATE, **metrics.summary(), "version": progress.version},
+        "weight_sync": sync,
         "staleness": {
             "mean": progress.versions_behind / max(progress.acted_frames, 1),
             "max": progress.staleness_max,

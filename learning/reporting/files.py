@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -130,7 +131,8 @@ class RunFiles(Reporter):
             file.write(to_json(row.as_dict()) + "\n")
         if time.monotonic() > self._next_ledger:
             self._next_ledger = time.monotonic() + _LEDGER_INTERVAL
-            replace_file(self._folder / LEDGER, to_json(ledger()).encode())
+            trainer = {"trainer": f"{socket.gethostname()}:{os.getpid()}"}
+            replace_file(self._folder / LEDGER, to_json([row | trainer for row in ledger()]).encode())
 
     def finish(self, summary: dict[str, Any]) -> None:
         self._summary = summary

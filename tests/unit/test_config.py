@@ -166,7 +166,11 @@ def test_a_config_has_the_arguments_of_its_class(option: str, target: Any, commo
             "there is no such option; did you mean 'shared_mem'?; there are: cuda, distributed, ",
         ),
         ("env=pong", "env=pong: there is no such option; did you mean 'atari/pong'?; there are: acrobot, "),
-        ("env.kwargs.gravity=3", "say +env.kwargs.gravity=… to add it"),
+        ("env.kwargs.gravity=3", "is not in struct; say +env.kwargs.gravity=… to add it"),
+        (
+            "env.kwargs.vectorisation_mode=sync",
+            "; did you mean 'vectorization_mode'?; say +env.kwargs.vectorisation_mode",
+        ),
         ("seed=[", "this override cannot be read: "),
     ],
 )

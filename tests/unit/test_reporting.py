@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,18 +116,21 @@ def test_json_has_no_nan() -> None:
 
 def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     out, folder = io.StringIO(), tmp_path / "[seed=1]" / "[" / "b]"  # no markup
-    reporter = ConsoleReporter("CartPole", 4096, Console(file=out, width=100), interval=0.0)
-    told(reporter, folder, [row(1), row(2)], summary())
+    reporter = ConsoleReporter("CartPole", 40_960, Console(file=out, width=80), interval=0.0)
+    slow = [replace(row(n), seconds=77 + 0.1 * n) for n in (1, 2)]  # the first one has compiled: it does not count
+    told(reporter, folder, slow, summary() | {"status": "failed", "error": "WorkerDied: worker 1"})
     lines = out.getvalue().splitlines()
-    figures = "frames/s 10,240 | return 20.0 (3 episodes) | sync p50 100 µs | version 1 | staleness 0.5 (max 2)"
+    figures = "frames/s 10,240 | return 40.0 (6 episodes) | sync p50 100 µs | version 2 | staleness 0.5 (max 2)"
     figures += " | too old 3 batches"
-    assert f"frames 1,024/4,096 | 0:00:00 left | {figures}" in lines
+    assert f"frames 2,048/40,960 | 0:00:03 left | {figures}" in lines
     assert len([line for line in lines if line.startswith("frames ")]) == 2
-    assert "\x1b" not in out.getvalue()
+    assert "\x1b" not in out.getvalue() and "latency p99" not in out.getvalue()  # of one update
     for part in (
         "latency p95",
         "acknowledge",
-        "all of them",
+        "all of them     0.0001 s (",
+        "return, last 3 ",
+        "collector.on_worker_failure=restart",
         "Solved after 1,024 frames",
         f"→ {folder}",
         f"files: {folder}",
