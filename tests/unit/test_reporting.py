@@ -206,11 +206,13 @@ def test_a_sweep_is_compared_among_runs_that_are_alike_but_for_the_seed(tmp_path
             swept(tmp_path, f"num_workers={workers}", f"seed={seed}", "weight_sync=shared_mem", rows=rows)
     runs, _ = read_runs(tmp_path)
     assert list(groups(runs)) == ["num_workers=2", "num_workers=8"]
-    medians = [list(cells.values())[:3] for cells, is_median in table_rows(runs) if is_median]
-    assert medians == [["shared_mem", "2", "median"], ["shared_mem", "8", "median"]]
-    report(tmp_path, Console(file=io.StringIO()))
+    medians = [(cells["run"], cells["num_workers"]) for cells, is_median in table_rows(runs) if is_median]
+    assert medians == [("median", "2"), ("median", "8")]
+    report(tmp_path, Console(file=(out := io.StringIO()), width=60, force_terminal=True, color_system=None))
     page = (tmp_path / "sweep.html").read_text()
-    assert "<h1>CartPole-v1: 4 runs</h1>" in page and "<th>num_workers</th>" in page
+    assert "<h1>CartPole-v1: 4 runs</h1>" in page and "<th>run</th><th>return</th><th>num_workers</th>" in page
+    assert re.search(r"run +return +num_workers +seed", out.getvalue()) and "…" not in out.getvalue()  # nothing is cut
+    assert "in all runs: backend shared_mem, " in out.getvalue() and "<th>backend</th>" not in page
     (legend,) = sweep_returns({"a": runs, "b": runs, "c": runs[:1]}, "", None).legends
     assert [text.get_text() for text in legend.get_texts()] == ["a", "b (coincides with a)", "c"]
 
