@@ -58,8 +58,7 @@ def register_configs(folders: Sequence[Path] = ()) -> None:
 
 def run_name(choices: Mapping[str, str], seed: int, env_id: str) -> str:
     """Return the name of a run's folder: the environment's, the backend's, and the seed."""
-    env = re.split("[/:]", env_id or choices["env"])[-1]
-    return f"{env}-{choices['weight_sync']}-s{seed}"
+    return f"{re.split('[/:]', env_id or choices['env'])[-1]}-{choices['weight_sync']}-s{seed}"
 
 
 OmegaConf.register_new_resolver("run_name", run_name, replace=True)  # here: also in the processes of a launcher

@@ -37,8 +37,7 @@ def summarise(
     sync = {**_NO_UPDATE, **metrics.summary(), "version": progress.version}
     if metrics.updates < 100:  # it would be their maximum
         sync["latency_us"] = {**sync["latency_us"], "p99": None}
-    sentences = [verdict(status, progress, solved_at)]
-    sentences += [f"{failures}."] if failures else []
+    sentences = [verdict(status, progress, solved_at), *([f"{failures}."] if failures else [])]
     return {
         "status": status,
         "solved": progress.solved_after is not None,

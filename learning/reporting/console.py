@@ -28,7 +28,7 @@ from learning.reporting.files import relative_path
 from learning.summary import return_text
 from wsync.metrics import PHASES
 
-COMPILING = "compiling the gradient step in the first update …"
+COMPILING = "compiling the gradient step in the first update, which takes a while …"
 
 
 def microseconds(value: float | None) -> str:
@@ -43,19 +43,6 @@ def microseconds(value: float | None) -> str:
 def number(value: float | None, digits: int = 1) -> str:
     """Write a figure, or a dash where there is none yet."""
     return "–" if value is None else f"{value:,.{digits}f}"
-
-
-def figures(row: Row, speed: float | None, solved_at: float | None = None) -> dict[str, str]:
-    """Return the figures of a row that are shown, as text; returns as precise as `solved_at`."""
-    few = f" ({row.episodes_in_mean} episodes)" if 0 < row.episodes_in_mean < WINDOW else ""
-    return {
-        "frames/s": number(speed, 0),
-        "return": return_text(row.episode_return_mean_100, solved_at) + few,
-        "sync p50": microseconds(row.weight_sync.p50_us if row.weight_sync else None),
-        "version": f"{row.version:,}",
-        **({"staleness": f"{number(row.staleness)} (max {row.staleness_max})"} if row.staleness_max else {}),
-        **({"too old": f"{row.dropped_batches:,} batches"} if row.dropped_batches else {}),
-    }
 
 
 def worker_pids(collector: object) -> list[int]:
@@ -108,17 +95,22 @@ class ConsoleReporter(Reporter):
         self.console.print(Text.assemble(self.prefix, line), soft_wrap=True)
 
     def _told(self, row: Row) -> tuple[list[str], dict[str, str]]:
-        """Return the frames, and the time left once it is known; and the figures of a row."""
-        first, told = self._first or row, [f"{row.frames:,}/{self.total_frames:,}"]
+        """Return the frames, and the time left once it is known; and the figures of a row, as text."""
+        first, told, sync = self._first or row, [f"{row.frames:,}/{self.total_frames:,}"], row.weight_sync
         speed = None if row is first else (row.frames - first.frames) / max(row.seconds - first.seconds, 1e-9)
         if speed:
             told.append(f"{timedelta(seconds=max(0, self.total_frames - row.frames) // speed)} left")
-        return told, figures(row, speed, self.solved_at)
+        few = f" ({row.episodes_in_mean} episodes)" if 0 < row.episodes_in_mean < WINDOW else ""
+        shown = {"frames/s": number(speed, 0), "return": return_text(row.episode_return_mean_100, self.solved_at) + few}
+        shown |= {"sync p50": microseconds(sync.p50_us if sync else None), "version": f"{row.version:,}"}
+        if row.staleness_max:
+            shown["staleness"] = f"{number(row.staleness)} (max {row.staleness_max})"
+        return told, shown | ({"too old": f"{row.dropped_batches:,} batches"} if row.dropped_batches else {})
 
     def _render(self) -> Group:
         row, took = self._latest, timedelta(seconds=int(time.monotonic() - self._began))
-        compiling = f", and {COMPILING}" if self.compiles else " …"
-        lines: list[Any] = [Text(f"{took}, collecting the first batch{compiling}", style="dim")]
+        now = f"{took}, collecting the first batch" + (f", then {COMPILING}" if self.compiles else " …")
+        lines: list[Any] = [Text(now, style="dim")]
         if row is not None:
             (frames, *left), shown = self._told(row)
             bar = Table.grid("", Column(ratio=1), "", padding=(0, 1, 0, 0), expand=True)
@@ -136,11 +128,10 @@ class ConsoleReporter(Reporter):
     def update(self, row: Row) -> None:
         self._latest, self._first = row, self._first or row
         if self._live is None and time.monotonic() - self._shown_at >= self.interval:
-            self._shown_at = time.monotonic()
             self._print_line(row)
 
     def _print_line(self, row: Row) -> None:
-        self._printed = row
+        self._printed, self._shown_at = row, time.monotonic()
         told, shown = self._told(row)
         self.say(" | ".join([f"frames {told[0]}", *told[1:], *(f"{name} {text}" for name, text in shown.items())]))
 
@@ -159,11 +150,12 @@ class ConsoleReporter(Reporter):
         verdict = Text.assemble(self.prefix, (summary["verdict"], style))
         self.console.print(verdict, soft_wrap=not self.console.is_terminal)
         self.say(f"files: {relative_path(self._folder)}")
-        cut_off = summary["status"] in ("interrupted", "failed") and (self._folder / checkpoint.FILE).is_file()
-        if cut_off and self.resume_command and self._latest:
+        failed, before = summary["status"] == "failed", summary.get("resumed_from", {"frames": 0})["frames"]
+        cut_off = summary["status"] == "interrupted" or (failed and summary["frames"] > before)  # else it fails again
+        if cut_off and self.resume_command and (self._folder / checkpoint.FILE).is_file():
             self.say(f"continue it by: {self.resume_command}{shlex.quote(relative_path(self._folder))}")
         chosen = "collector.on_worker_failure" in str(summary.get("overrides"))
-        if summary["status"] == "failed" and str(summary.get("error")).startswith("WorkerDied") and not chosen:
+        if failed and str(summary.get("error")).startswith("WorkerDied") and not chosen:
             self.say("to go on when a worker dies: collector.on_worker_failure=restart (or drop)")
 
 

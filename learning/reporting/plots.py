@@ -98,10 +98,9 @@ def _legend(figure: Figure, ax: Axes, columns: int = 5) -> None:
 
 def learning_curve(rows: Rows, summary: dict[str, Any]) -> Figure:
     """Draw returns over frames; `rows` are those of ``metrics.jsonl``."""
-    subtitle = (
-        f"{summary['weight_sync']['scheme']}, seed {summary.get('seed', '–')}: {summary['frames']:,} frames in "
-        f"{summary['seconds']:.1f} s ({number(summary['frames_per_second'], 0)} frames/s)"
-    )
+    took = f"{summary['seconds']:.1f} s ({number(summary['frames_per_second'], 0)} frames/s)"
+    of = f"{summary['weight_sync']['scheme']}, seed {summary.get('seed', '–')}"
+    subtitle = f"{of}: {summary['frames']:,} frames in {took}"
     figure, (ax,) = new_figure(8, 1, f"Learning curve, {summary.get('env', '')}".rstrip(", "), subtitle)
     at, returns = [], [mean for row in rows for mean in row["episode_returns"]]
     for row, (before, after) in zip(rows, pairwise([0, *(row["frames"] for row in rows)]), strict=True):
@@ -133,8 +132,7 @@ def sync_latency(rows: Rows, summary: dict[str, Any]) -> Figure:
         for ax in (left, right):
             _say_instead(ax, "No update was sent to any worker.")
         return figure
-    dots: Any = {"s": 10, "color": BLUE, "alpha": 0.4, "linewidths": 0, "rasterized": True, "zorder": 3}
-    left.scatter(range(1, len(updates) + 1), updates, **dots)
+    left.scatter(range(1, len(updates) + 1), updates, s=10, c=BLUE, alpha=0.4, lw=0, rasterized=True, zorder=3)
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
     for p, style in {50: "-", 95: "--", **({99: ":"} if len(updates) >= 100 else {})}.items():
         value = percentile(updates, p / 100)
@@ -163,8 +161,7 @@ def _update_latencies(rows: Rows, summary: dict[str, Any]) -> list[float]:
 def sweep_returns(groups: Groups, env: str, solved_at: float | None) -> Figure:
     """Draw each run's mean return over frames and over wall-clock seconds, a colour for each group of runs."""
     subtitle = "a line for each run, from its 100th episode; dashed: fewer than 100 episodes ended in it"
-    title = f"Return over frames and over wall-clock time{env}"
-    figure, axes = new_figure(7, 2, title, subtitle, height=8 + 0.1 * len(groups))
+    figure, axes = new_figure(7, 2, f"Return over frames and time{env}", subtitle, height=8 + 0.1 * len(groups))
     for ax, of_row, label in zip(axes, ("frames", "seconds"), ("frames", "seconds from the first step"), strict=True):
         _count_axis(ax)
         drawn_as: dict[str, str] = {}  # the curves of a group, and its name

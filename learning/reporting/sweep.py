@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import math
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -35,9 +36,8 @@ FIGURES = {
 }
 """The figures of a run in the table, in the units of ``summary.json`` (µs, s), and how each is formatted."""
 _SPARE = (  # what a terminal does without, until the rest fits
-    *("sync p99", "sync p95", "mean staleness", "frames to solved", "sync p50"),
-    *("status", "solved", "frames/s", "s to solved"),
-)
+    "sync p99", "sync p95", "mean staleness", "frames to solved", "sync p50", "status", "solved", "frames/s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,6 @@ class Run:
     folder: Path
     summary: dict[str, Any]
     rows: Sequence[dict[str, Any]]
-
-    @property
-    def number(self) -> str:
-        """The number with which the name of its folder begins, or that name."""
-        number = self.folder.name.partition("-")[0]
-        return number if number.isdigit() else self.folder.name
 
     @property
     def backend(self) -> str:
@@ -179,11 +173,11 @@ def groups(runs: Sequence[Run], without: str | None = None) -> dict[str, list[Ru
 def _cells(run: Run, runs: Sequence[Run]) -> dict[str, str]:
     """Return the row of `run` in a table of `runs`, by column; the settings that differ between them are columns."""
     settings = {name: run.settings.get(name, "default") for name in differing(runs)}
-    solved = "yes" if run.summary["solved"] else "no"
     figures = {name: write(run.figures[name]) for name, write in FIGURES.items()}
-    first = {"run": run.number, "return": figures.pop("return"), "backend": run.backend, **settings}
-    seed = {"seed": str(run.summary.get("seed"))}
-    return {**first, **seed, **figures, "status": run.summary["status"], "solved": solved}
+    number = (re.findall(r"^\d+(?=-)", run.folder.name) or [run.folder.name])[0]
+    first = {"run": number, "return": figures.pop("return"), "backend": run.backend, **settings}
+    last = {"status": run.summary["status"], "solved": "yes" if run.summary["solved"] else "no"}
+    return first | {"seed": str(run.summary.get("seed"))} | figures | last
 
 
 def columns(runs: Sequence[Run]) -> tuple[list[str], list[str]]:

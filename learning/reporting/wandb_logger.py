@@ -27,8 +27,7 @@ class WandbLogger(Reporter):
     What is None is that of wandb's variable, ``WANDB_PROJECT`` for instance, or a default where that is not set.
 
     A thread imports and starts wandb `start_after` seconds into the run, or at its end, since that takes more processor
-    time than a short run; rows from before are sent then, with the times and the ledgers that they had. (``_runtime``,
-    wandb's "relative time (process)", is that of the sending: see "relative time (wall)", or ``seconds``.)
+    time than a short run; rows from before are sent then, as they were, except wandb's "relative time (process)".
 
     Args:
         project: wandb's project; None: WANDB_PROJECT, else "wsync".

@@ -23,7 +23,7 @@ from learning.progress import WINDOW, Progress, Row, SyncRow
 from learning.reporting import Reporter
 from learning.reporting.console import ConsoleReporter
 from learning.reporting.files import FolderError, RunFiles, read_rows, replace_file, to_json
-from learning.reporting.plots import sweep_latency, sweep_returns
+from learning.reporting.plots import learning_curve, sweep_latency, sweep_returns, sync_latency
 from learning.reporting.sweep import groups, read_runs, report, table_rows
 from learning.reporting.wandb_logger import WandbLogger
 from learning.summary import summarise
@@ -45,11 +45,8 @@ def summary(sync: bool = True, status: str = "solved") -> dict:
     if sync:
         metrics.record(SyncReport(1, 18432, 1e-4, tuple(us / 1e6 for us in PHASES.values()), []))
     progress = Progress(frames=1024, episodes=3)
-    return summarise(status, progress, 475.0, metrics, Failures(), Staleness()) | {
-        "env": "CartPole-v1",
-        "seed": 0,
-        "num_workers": 2,
-    }
+    facts = {"env": "CartPole-v1", "seed": 0, "num_workers": 2}
+    return summarise(status, progress, 475.0, metrics, Failures(), Staleness()) | facts
 
 
 def told(reporter: Reporter, folder: Path, rows: list[Row], end: dict) -> None:
@@ -116,25 +113,22 @@ def test_json_has_no_nan() -> None:
 
 def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     out, folder = io.StringIO(), tmp_path / "[seed=1]" / "[" / "b]"  # no markup
-    reporter = ConsoleReporter("CartPole", 40_960, Console(file=out, width=80), interval=0.0)
+    folder.mkdir(parents=True)
+    (folder / "checkpoint.pt").touch()
+    reporter = ConsoleReporter("CartPole", 40_960, Console(file=out, width=80), 0.0, resume_command="again: ")
     slow = [replace(row(n), seconds=77 + 0.1 * n) for n in (1, 2)]  # the first one has compiled: it does not count
-    told(reporter, folder, slow, summary() | {"status": "failed", "error": "WorkerDied: worker 1"})
+    failed = summary() | {"status": "failed", "error": "WorkerDied: worker 1"}
+    told(reporter, folder, slow, failed)
+    reporter.finish(failed | {"resumed_from": {"frames": 1024}})  # at once: it would fail again
+    assert out.getvalue().count("continue it by: again: ") == 1
     lines = out.getvalue().splitlines()
     figures = "frames/s 10,240 | return 40.0 (6 episodes) | sync p50 100 µs | version 2 | staleness 0.5 (max 2)"
     figures += " | too old 3 batches"
     assert f"frames 2,048/40,960 | 0:00:03 left | {figures}" in lines
     assert len([line for line in lines if line.startswith("frames ")]) == 2
     assert "\x1b" not in out.getvalue() and "latency p99" not in out.getvalue()  # of one update
-    for part in (
-        "latency p95",
-        "acknowledge",
-        "all of them     0.0001 s (",
-        "return, last 3 ",
-        "collector.on_worker_failure=restart",
-        "Solved after 1,024 frames",
-        f"→ {folder}",
-        f"files: {folder}",
-    ):
+    ends = ("Solved after 1,024 frames", f"→ {folder}", f"files: {folder}", "collector.on_worker_failure=restart")
+    for part in ("latency p95", "acknowledge", "all of them     0.0001 s (", "return, last 3 ", *ends):
         assert part in out.getvalue()
 
 
@@ -145,6 +139,9 @@ def test_the_pictures_are_drawn(tmp_path: Path, sync: bool) -> None:
         with Image.open(tmp_path / name) as image:
             assert image.width > 1000
             assert len(set(image.convert("L").tobytes())) > 10  # something is on it
+    few, far = [row(n).as_dict() for n in range(1, 6)], summary() | {"solved_at": 4800}
+    assert all(x == round(x) for x in sync_latency(few, far).axes[0].get_xticks())
+    assert learning_curve(few, far).axes[0].get_ylim()[1] < 200  # what it would take to solve it is out of sight
 
 
 def test_57_12_a_run_for_wandb_has_names_true_times_and_the_pictures(
@@ -243,11 +240,8 @@ def test_a_run_that_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None
     (tmp_path / "7-run" / ".hydra").mkdir(parents=True)  # it was killed
     out = io.StringIO()
     report(tmp_path, Console(file=out))
-    whys = (
-        ["/summary.json is damaged: "] * 2
-        + [" is damaged: "] * 3
-        + ["/metrics.jsonl is damaged: ", " has no summary.json: "]
-    )
+    whys = ["/summary.json is damaged: "] * 2 + [" is damaged: "] * 3
+    whys += ["/metrics.jsonl is damaged: ", " has no summary.json: "]
     lines = [line for line in out.getvalue().splitlines() if line.startswith("left out: ")]
     for line, number, why in zip(lines, (0, 1, 2, 3, 4, 5, 7), whys, strict=True):
         assert line.startswith(f"left out: {tmp_path}/{number}-run{why}")
