@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import time
 from pathlib import Path
@@ -46,7 +45,7 @@ def main() -> None:
 
 
 def read(source: str = "") -> list[dict[str, Any]]:
-    """Return the rows; those of a run that is over tell how. OSError, ValueError: none are there, or can be read."""
+    """Return the rows, which say if a run is over. OSError, ValueError: there are none, or they cannot be read."""
     if source and not Path(source).is_dir():
         with urlopen(f"http://{source}/ledger", timeout=5) as answer:
             return json.load(answer)
@@ -56,7 +55,7 @@ def read(source: str = "") -> list[dict[str, Any]]:
     over = summary.exists() and summary.stat().st_mtime >= written  # else it is of a run that this one continues
     for row in rows:
         host, _, pid = row.get("trainer", "").rpartition(":")
-        killed = not over and host == socket.gethostname() and not os.path.exists(f"/proc/{pid}")
+        killed = not over and host == os.uname().nodename and not os.path.exists(f"/proc/{pid}")
         row["now"] = written if over or killed else time.time()
         if over and row["state"] == "alive":
             row["state"] = "ended"

@@ -98,9 +98,8 @@ def _legend(figure: Figure, ax: Axes, columns: int = 5) -> None:
 
 def learning_curve(rows: Rows, summary: dict[str, Any]) -> Figure:
     """Draw returns over frames; `rows` are those of ``metrics.jsonl``."""
-    took = f"{summary['seconds']:.1f} s ({number(summary['frames_per_second'], 0)} frames/s)"
-    of = f"{summary['weight_sync']['scheme']}, seed {summary.get('seed', '–')}"
-    subtitle = f"{of}: {summary['frames']:,} frames in {took}"
+    of = f"{summary['weight_sync']['scheme']}, seed {summary.get('seed', '–')}: {summary['frames']:,} frames"
+    subtitle = f"{of} in {summary['seconds']:.1f} s ({number(summary['frames_per_second'], 0)} frames/s)"
     figure, (ax,) = new_figure(8, 1, f"Learning curve, {summary.get('env', '')}".rstrip(", "), subtitle)
     at, returns = [], [mean for row in rows for mean in row["episode_returns"]]
     for row, (before, after) in zip(rows, pairwise([0, *(row["frames"] for row in rows)]), strict=True):

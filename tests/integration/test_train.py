@@ -95,7 +95,7 @@ def test_every_batch_is_followed_by_an_update_with_its_cost(runs: dict[str, tupl
     sync = summary(folder)["weight_sync"]
     assert sync["updates"] == 4
     assert sync["version"] == rows(folder)[-1]["version"] == 5  # the first weights were version 1
-    assert 0 < sync["latency_us"]["p50"] <= sync["latency_us"]["p99"] <= sync["latency_us"]["max"]
+    assert 0 < sync["latency_us"]["p50"] <= sync["latency_us"]["p95"] <= sync["latency_us"]["max"]
     assert summary(folder)["staleness"]["mean"] == 0
     assert sync["over_plain_copy"] > 1
 
