@@ -98,8 +98,8 @@ class ConsoleReporter(Reporter):
         """Return the frames, and the time left once it is known; and the figures of a row, as text."""
         first, told, sync = self._first or row, [f"{row.frames:,}/{self.total_frames:,}"], row.weight_sync
         speed = None if row is first else (row.frames - first.frames) / max(row.seconds - first.seconds, 1e-9)
-        if speed:
-            told.append(f"{timedelta(seconds=max(0, self.total_frames - row.frames) // speed)} left")
+        if speed and row.frames < self.total_frames:
+            told.append(f"{timedelta(seconds=(self.total_frames - row.frames) // speed)} left")
         few = f" ({row.episodes_in_mean} episodes)" if 0 < row.episodes_in_mean < WINDOW else ""
         shown = {"frames/s": number(speed, 0), "return": return_text(row.episode_return_mean_100, self.solved_at) + few}
         shown |= {"sync p50": microseconds(sync.p50_us if sync else None), "version": f"{row.version:,}"}
