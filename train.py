@@ -49,6 +49,8 @@ def start_fork_server() -> None:
 
 
 if __name__ == "__main__" and os.environ.get("RANK", "0") == "0":  # torchrun: ranks above 0 fork no workers
+    if sys.stdout.isatty():
+        print("starting …", flush=True)  # importing takes seconds
     start_fork_server()
 
 from contextlib import ExitStack
@@ -99,8 +101,6 @@ def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
     learner = instantiate_setting("algorithm", cfg.algorithm, policy.to(device), critic.to(device))
     logger = instantiate_setting("logger", cfg.logger)
     callbacks = [instantiate_setting(f"callbacks[{i}]", one) for i, one in enumerate(cfg.callbacks)]
-    if cfg.evaluate_every is not None:
-        callbacks.insert(0, Evaluation(cfg.evaluate_every, cfg.evaluate_episodes))
     for reporter in (logger, *callbacks):
         if not isinstance(reporter, Reporter):
             raise ConfigError(f"logger and callbacks derive from learning.reporting.Reporter, not so {reporter!r}")
@@ -123,6 +123,8 @@ def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
     acting = acting if device.type == "cpu" else copy.deepcopy(acting).cpu()
     console = console_of(cfg, training)
     settings = {"overrides": list(run.overrides.task), "config_folders": folders_named(run)}
+    if cfg.evaluate_every is not None:
+        callbacks.insert(0, Evaluation(cfg.evaluate_every, cfg.evaluate_episodes, console.say))
     training.reporters = [
         RunFiles(training.resumed_from, training.progress.frames, {SETTINGS: settings}),
         console,

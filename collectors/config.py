@@ -121,9 +121,7 @@ def env_factory(env: EnvConfig, num_envs: int | None) -> Callable[[], GymEnv]:
         make = partial(gymnasium.make, env.id, **to_one)
         if env.make is not None:
             make = instantiate_setting("env", env.make, _partial_=True)
-        wrappers = [
-            instantiate_setting(f"env.wrappers[{i}]", one, _partial_=True) for i, one in enumerate(env.wrappers)
-        ]
+        wrappers = [instantiate_setting(f"env.wrappers[{i}]", x, _partial_=True) for i, x in enumerate(env.wrappers)]
         source, kwargs = partial(build, make, wrappers), {}
     return partial(GymEnv, source, num_envs, max_frames_per_traj=env.max_episode_steps, **kwargs)
 
@@ -151,8 +149,10 @@ def sample(env: EnvConfig, option: str | None = None) -> GymEnv:
         except (gymnasium.error.Error, ImportError, TypeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
-            detail = " ".join(str(error).split()).rstrip(".?")
-            if isinstance(error, gymnasium.error.UnregisteredEnv) and ":" not in env.id:
+            detail = " ".join(str(error).split()).rstrip(".?").replace('"gymnasium[mujoco]"', "-e '.[mujoco]'")
+            if env.id.startswith("ALE/"):
+                detail += "; run `pip install -e '.[atari]'`"
+            elif isinstance(error, gymnasium.error.UnregisteredEnv) and ":" not in env.id:
                 detail += "; where a module of yours registers it, name that module as well: env.id=module:id"
             chosen = f"env.id={env.id}" if option is None else f"env={option} ({env.id})"
             raise ConfigError(f"{chosen}: {detail}", error) from error

@@ -10,22 +10,7 @@ from learning.ppo import PPO
 from learning.recurrent import RNN, RecurrentNetwork, RecurrentPolicy
 
 __all__ = [
-    "CNN",
-    "IMPALA",
-    "MLP",
-    "PPO",
-    "RNN",
-    "ActorCritic",
-    "CategoricalPolicy",
-    "Critic",
-    "GaussianPolicy",
-    "MultiCategoricalPolicy",
-    "Policy",
-    "RecurrentNetwork",
-    "RecurrentPolicy",
-    "gae",
-    "make_actor_critic",
-    "make_critic",
-    "make_policy",
-    "vtrace",
-]
+    "CNN", "IMPALA", "MLP", "PPO", "RNN", "ActorCritic", "CategoricalPolicy", "Critic", "GaussianPolicy",
+    "MultiCategoricalPolicy", "Policy", "RecurrentNetwork", "RecurrentPolicy", "gae", "make_actor_critic",
+    "make_critic", "make_policy", "vtrace",
+]  # fmt: skip

@@ -55,6 +55,7 @@ class ActorCritic(ABC):
 
     Attributes:
         frames: learnt from so far; the position in the schedules.
+        stopping: set when the run is told to stop: the signal may have ended the compiler too, of which nothing warns.
         after_epoch: called by ``update`` after each pass over a batch but the last one, if it is set.
         parameters: those of both networks that are trained, each once.
 
@@ -83,7 +84,7 @@ class ActorCritic(ABC):
         last = self.epochs if self.epochs_final is None else self.epochs_final
         if min(self.epochs, last, self.minibatch_size, self.anneal_frames) < 1:
             raise ValueError("epochs, epochs_final, minibatch_size and anneal_frames must be at least 1")
-        self.frames = 0
+        self.frames, self.stopping = 0, False
         self.after_epoch: Callable[[], object] | None = None
         unique = dict.fromkeys((*self.policy.parameters(), *self.critic.parameters()))  # a shared trunk is listed once
         self.parameters = [p for p in unique if p.requires_grad]
@@ -171,7 +172,8 @@ class ActorCritic(ABC):
                 return self._compiled(*arguments)
             except Exception as error:  # noqa: BLE001  (the tracer's, a compiler's; one of the step itself comes again)
                 self._compiled, said = None, f"{type(error).__name__}: {error}".strip().partition("\n")[0]
-                _log.warning("the gradient step is not compiled, and runs as it is: %s", said)
+                if not self.stopping:
+                    _log.warning("the gradient step is not compiled, and runs as it is: %s", said)
         return self._step(*arguments)
 
     def _step(self, loss: Loss, columns: Any, rows: Tensor, lr: Tensor, *limits: Tensor) -> tuple[Tensor, ...]:

@@ -78,18 +78,9 @@ class VTrace(NamedTuple):
 
 @torch.no_grad()
 def vtrace(
-    log_ratio: Tensor,
-    reward: Tensor,
-    value: Tensor,
-    next_value: Tensor,
-    terminated: Tensor,
-    done: Tensor,
-    *,
-    gamma: float,
-    lmbda: float = 1.0,
-    clip_rho: float = 1.0,
-    clip_c: float = 1.0,
-) -> VTrace:
+    log_ratio: Tensor, reward: Tensor, value: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, *,
+    gamma: float, lmbda: float = 1.0, clip_rho: float = 1.0, clip_c: float = 1.0,
+) -> VTrace:  # fmt: skip
     """Estimate V-trace targets, equation 1 of Espeholt et al. 2018, https://arxiv.org/abs/1802.01561.
 
     With ``rho_t = min(clip_rho, pi/mu)`` and ``c_t = lmbda min(clip_c, pi/mu)``, where ``pi/mu`` is the ratio of the

@@ -58,8 +58,7 @@ def register_configs(folders: Sequence[Path] = ()) -> None:
 
 def run_name(choices: Mapping[str, str], seed: int, env_id: str) -> str:
     """Return the name of a run's folder: the environment's, the backend's, and the seed."""
-    env = re.split("[/:]", env_id or choices["env"])[-1]
-    return f"{env}-{choices['weight_sync']}-s{seed}"
+    return f"{re.split('[/:]', env_id or choices['env'])[-1]}-{choices['weight_sync']}-s{seed}"
 
 
 OmegaConf.register_new_resolver("run_name", run_name, replace=True)  # here: also in the processes of a launcher
@@ -215,7 +214,8 @@ def one_line(error: BaseException) -> str:
     if found := re.match(r"Could not override '(.+?)'", text):
         name = found[1]
         if "is not in struct" in text:  # a dictionary without a schema
-            return f"{message}; say +{name}=… to add it"
+            there = [str(one) for one in getattr(error.__cause__, "parent_node", ())]
+            return f"{message}{did_you_mean(name.rpartition('.')[2], there)}; say +{name}=… to add it"
         if name in settings():
             return f"'{name}' is a setting of another option of {name.partition('.')[0]} than the chosen one"
         return f"no setting is called '{name}'{did_you_mean(name, settings())}"

@@ -79,16 +79,11 @@ class IMPALA(ActorCritic):
     def _prepare(self, batch: TensorDictBase) -> Trajectories:
         """Return the trajectories of a batch, in one dimension; without those in which there is no frame."""
         step, mask = batch.get("next"), batch.get("mask", None)
-        columns = (
-            batch.get("observation"),
-            step.get("observation"),
-            batch.get("action"),
-            batch.get("action_log_prob"),
-            self.reward_scale * step.get("reward").squeeze(-1),
-            step.get("terminated").squeeze(-1),
-            step.get("done").squeeze(-1),
-            torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device) if mask is None else mask,
-        )
+        if mask is None:
+            mask = torch.ones(batch.batch_size, dtype=torch.bool, device=batch.device)
+        reward, terminated, done = (step.get(key).squeeze(-1) for key in ("reward", "terminated", "done"))
+        acted = (batch.get("action"), batch.get("action_log_prob"), self.reward_scale * reward)
+        columns = (batch.get("observation"), step.get("observation"), *acted, terminated, done, mask)
         flat = Trajectories(*(as_sequences(x, batch.ndim) for x in columns))
         return each(flat, lambda x: x[flat.mask.any(-1)])
 

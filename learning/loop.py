@@ -187,8 +187,9 @@ class Training:
         """
         status, failures = "failed", [collector.failures]
         stop.add_callback(collector.interrupt)
-        # Those after a request to stop do not count: the signal may have ended the workers as well.
-        stop.add_callback(lambda: failures.insert(0, copy.deepcopy(collector.failures)))
+        if isinstance(self.learner, ActorCritic):  # one of the user's own may have other attributes
+            stop.add_callback(partial(setattr, self.learner, "stopping", True))
+        stop.add_callback(lambda: failures.insert(0, copy.deepcopy(collector.failures)))  # later ones: by the signal
         try:
             for reporter in self.reporters:
                 reporter.begin(self.folder, config)

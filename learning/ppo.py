@@ -84,15 +84,9 @@ class PPO(ActorCritic):
         value, log_prob, weight, summary = self._before(batch)
         done = step.get("done").squeeze(-1)
         inputs = step.select("observation", STATE, strict=False)
-        advantage = gae(
-            self.reward_scale * step.get("reward").squeeze(-1),
-            value,
-            successor_values(value, done, lambda ends: self._value(inputs[ends])),
-            step.get("terminated").squeeze(-1),
-            done,
-            gamma=self.gamma,
-            lmbda=self.gae_lambda,
-        )
+        reward, terminated = self.reward_scale * step.get("reward").squeeze(-1), step.get("terminated").squeeze(-1)
+        following = successor_values(value, done, lambda ends: self._value(inputs[ends]))
+        advantage = gae(reward, value, following, terminated, done, gamma=self.gamma, lmbda=self.gae_lambda)
         columns = (batch.get("observation"), batch.get("action"), log_prob, advantage, advantage + value, value)
         state = batch.get(STATE, None)
         if state is None:
@@ -146,8 +140,7 @@ class PPO(ActorCritic):
         """Return the loss, the first three of `STATS`, and the log-ratios of the probabilities."""
         distribution, value, frames = self._evaluate(minibatch)
         log_ratio = distribution.log_prob(frames.action) - frames.log_prob
-        ratio = log_ratio.exp()
-        advantage = frames.advantage
+        ratio, advantage = log_ratio.exp(), frames.advantage
         if self.normalize_advantage and len(advantage) > 1:
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
         objective = torch.min(advantage * ratio, advantage * ratio.clamp(1.0 - clip, 1.0 + clip))

@@ -63,14 +63,9 @@ class RNN(RecurrentNetwork):
     """
 
     def __init__(
-        self,
-        observation_spec: SpecTree,
-        cell: str = "lstm",
-        size: int = 128,
-        hidden: Sequence[int] = (64,),
-        activation: str = "tanh",
-        features: int = 512,
-    ) -> None:
+        self, observation_spec: SpecTree, cell: str = "lstm", size: int = 128, hidden: Sequence[int] = (64,),
+        activation: str = "tanh", features: int = 512,
+    ) -> None:  # fmt: skip
         super().__init__()
         cells: dict[str, type[nn.LSTM | nn.GRU]] = {"lstm": nn.LSTM, "gru": nn.GRU}
         if cell not in cells:
@@ -166,8 +161,7 @@ class RecurrentPolicy(TensorDictModuleBase):
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Act on a batch of observations; returns the same `tensordict`."""
-        observation = tensordict.get("observation")
-        state = tensordict.get(STATE, None)
+        observation, state = tensordict.get("observation"), tensordict.get(STATE, None)
         if state is None:
             state = next(self.parameters()).new_zeros(*tensordict.batch_size, self.network.trunk.state_size)
         features, state = self.network.trunk(self.network.normalizer(observation), state)

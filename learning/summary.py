@@ -34,8 +34,10 @@ def summarise(
     `progress` counts the whole run; the cost of updates and the `failures` of workers are those since a resume.
     `status` is "solved", "finished", "interrupted" or "failed".
     """
-    sentences = [verdict(status, progress, solved_at)]
-    sentences += [f"{failures}."] if failures else []
+    sync = {**_NO_UPDATE, **metrics.summary(), "version": progress.version}
+    if metrics.updates < 100:  # it would be their maximum
+        sync["latency_us"] = {**sync["latency_us"], "p99": None}
+    sentences = [verdict(status, progress, solved_at), *([f"{failures}."] if failures else [])]
     return {
         "status": status,
         "solved": progress.solved_after is not None,
@@ -48,7 +50,7 @@ def summarise(
         "episodes": progress.episodes,
         "episode_return_mean_100": progress.return_mean,
         "solved_at": solved_at,
-        "weight_sync": {**_NO_UPDATE, **metrics.summary(), "version": progress.version},
+        "weight_sync": sync,
         "staleness": {
             "mean": progress.versions_behind / max(progress.acted_frames, 1),
             "max": progress.staleness_max,

@@ -105,6 +105,7 @@ class Evaluation(Reporter):
 
     every: int
     episodes: int = 10
+    say: Callable[[str], object] = print  # told of each evaluation, in a line
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
         self._folder, self._next, self._best = folder, self.every, -math.inf
@@ -119,6 +120,8 @@ class Evaluation(Reporter):
         mean = sum(returns) / len(returns) if returns else math.nan
         self._lines.append(f"{row.frames},{row.version},{mean}")
         replace_file(self._folder / "evaluation.csv", "\n".join([*self._lines, ""]).encode())
+        best = ", the best so far" if mean > self._best else ""
+        self.say(f"evaluated after {row.frames:,} frames: return {mean:.1f} over {len(returns)} episodes{best}")
         if mean > self._best:
             self._best, best = mean, self._folder / "best"
             with file_errors(best):

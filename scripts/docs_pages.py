@@ -139,7 +139,7 @@ def _settings(group: str, node: Any, path: Path, skip: Collection[Any] = ()) -> 
     if not names:
         return
     comments = _COMMENT.findall(path.read_text(encoding="utf-8")) if path.is_file() else []
-    said = {name: _cell(text) for name, text in comments}
+    said = {name: re.sub(r"docs/(\w+)\.md", r"[\1](\1.md)", _cell(text)) for name, text in comments}
     said |= {**_arguments(target), **_arguments(_seen(kind)), **_arguments(kind)}
     types = {field.name: field.type for field in fields(kind)} if kind not in (None, dict) else {}
     yield "| setting | type | default | |"
@@ -177,7 +177,7 @@ def _cell(text: str) -> str:
 def _arguments(documented: Any) -> dict[str, str]:
     """Return ``{name: cell}`` of the sections Args and Attributes of a docstring, and of those of base classes.
 
-    Where the text is only "see ``Name``", with a public name of ``wsync``, it is the one there.
+    Where the text begins with "see ``Name``" or "as in ``Name``", a public name of ``wsync``, the one there is put in.
     """
     found: dict[str, str] = {}
     for one in inspect.getmro(documented) if inspect.isclass(documented) else [documented]:
@@ -188,6 +188,7 @@ def _arguments(documented: Any) -> dict[str, str]:
                     for name in names.split(","):
                         found.setdefault(name.strip(), _cell(text))
     for name, text in found.items():
-        if (other := re.fullmatch(r"see `(\w+)`\.", text)) and other[1] in wsync.__all__:
-            found[name] = _arguments(getattr(wsync, other[1])).get(name, text)
+        if (other := re.fullmatch(r"(?:see|as in) `(\w+)`[.;](.*)", text)) and other[1] in wsync.__all__:
+            told = _arguments(getattr(wsync, other[1])).get(name)
+            found[name] = text if told is None else told + other[2]
     return found

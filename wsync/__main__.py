@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -18,6 +19,8 @@ _COLUMNS = ("model", "worker", "where", "state", "sent", "installed", "behind", 
 
 def main() -> None:
     """Show the rows. The exit status is 1 if there are none; in a pipe, also if one stands out."""
+    if {"-h", "--help"} & {*sys.argv}:
+        return print(_USAGE)
     if sys.argv[1:2] != ["status"] or len(sys.argv) > 3:
         sys.exit(_USAGE)
     try:
@@ -42,12 +45,23 @@ def main() -> None:
 
 
 def read(source: str = "") -> list[dict[str, Any]]:
-    """Return the rows; OSError, ValueError: there are none, or they cannot be read."""
+    """Return the rows, which say if a run is over. OSError, ValueError: there are none, or they cannot be read."""
     if source and not Path(source).is_dir():
         with urlopen(f"http://{source}/ledger", timeout=5) as answer:
             return json.load(answer)
     found = Path(source or "outputs").rglob(LEDGER)
-    return json.loads(max(found, key=lambda one: one.stat().st_mtime, default=Path(source, LEDGER)).read_bytes())
+    path = max(found, key=lambda one: one.stat().st_mtime, default=Path(source, LEDGER))
+    rows, written, summary = json.loads(path.read_bytes()), path.stat().st_mtime, path.with_name("summary.json")
+    over = summary.exists() and summary.stat().st_mtime >= written  # else it is of a run that this one continues
+    for row in rows:
+        host, _, pid = row.get("trainer", "").rpartition(":")
+        killed = not over and host == os.uname().nodename and not os.path.exists(f"/proc/{pid}")
+        row["now"] = written if over or killed else time.time()
+        if over and row["state"] == "alive":
+            row["state"] = "ended"
+        elif killed:
+            row["state"], row["error"] = "dead", row["error"] or "its trainer's process is gone"
+    return rows
 
 
 def table_of(rows: list[dict[str, Any]]) -> Any:
@@ -57,7 +71,7 @@ def table_of(rows: list[dict[str, Any]]) -> Any:
     columns = [Column(name, no_wrap=True, ratio=int(name == "error") or None) for name in _COLUMNS]
     table = Table(*columns, box=None, header_style="dim", expand=True)
     for row in rows:
-        row["since"] = row["sent_at"] and f"{time.time() - row['sent_at']:.0f} s"
+        row["since"] = row["sent_at"] and f"{row.get('now', time.time()) - row['sent_at']:.0f} s"
         if row["used"] is False:
             row["error"] = row["error"] or "no call has entered its gate"
         doubt = "yellow" if row["error"] or (row["behind"] or 0) > 1 else None

@@ -130,12 +130,14 @@ class RunFiles(Reporter):
             file.write(to_json(row.as_dict()) + "\n")
         if time.monotonic() > self._next_ledger:
             self._next_ledger = time.monotonic() + _LEDGER_INTERVAL
-            replace_file(self._folder / LEDGER, to_json(ledger()).encode())
+            trainer = {"trainer": f"{os.uname().nodename}:{os.getpid()}"}
+            replace_file(self._folder / LEDGER, to_json([row | trainer for row in ledger()]).encode())
 
     def finish(self, summary: dict[str, Any]) -> None:
         self._summary = summary
         if self._folder is not None:
-            replace_file(self._folder / LEDGER, to_json(summary["ledger"]).encode())
+            if summary["ledger"]:  # after a failure there is none: the last one is kept
+                replace_file(self._folder / LEDGER, to_json(summary["ledger"]).encode())
             replace_file(self._folder / SUMMARY, f"{to_json(summary, indent=2)}\n".encode())
 
     def conclude(self) -> None:

@@ -49,10 +49,16 @@ def new_figure(
 
 
 def _threshold(ax: Axes, solved_at: float | None) -> None:
+    """Draw the return that counts as solved; one far from the data, which the scale is for, is noted at the edge."""
     if solved_at is not None:
-        ax.axhline(solved_at, color=MUTED, linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
-        ax.annotate(f"solved at {solved_at:g}", (0.01, solved_at), xycoords=("axes fraction", "data"), va="bottom",
-                    color=MUTED, fontsize=9)  # fmt: skip
+        (low, high), said, at = ax.get_ylim(), f"solved at {solved_at:g}", solved_at
+        if 2 * low - high <= solved_at <= 2 * high - low:
+            ax.axhline(solved_at, color=MUTED, linewidth=1.2, linestyle=(0, (5, 3)), zorder=1)
+        else:
+            at, said = (high, f"{said} ↑") if solved_at > high else (low, f"{said} ↓")
+            ax.set_ylim(low, high)
+        va = "top" if at == high else "bottom"
+        ax.annotate(said, (0.01, at), xycoords=("axes fraction", "data"), va=va, color=MUTED, fontsize=9)
 
 
 def _means(rows: Rows) -> tuple[list[tuple[int, float]], bool]:
@@ -92,10 +98,8 @@ def _legend(figure: Figure, ax: Axes, columns: int = 5) -> None:
 
 def learning_curve(rows: Rows, summary: dict[str, Any]) -> Figure:
     """Draw returns over frames; `rows` are those of ``metrics.jsonl``."""
-    subtitle = (
-        f"{summary['weight_sync']['scheme']}, seed {summary.get('seed', '–')}: {summary['frames']:,} frames in "
-        f"{summary['seconds']:.1f} s ({number(summary['frames_per_second'], 0)} frames/s)"
-    )
+    of = f"{summary['weight_sync']['scheme']}, seed {summary.get('seed', '–')}: {summary['frames']:,} frames"
+    subtitle = f"{of} in {summary['seconds']:.1f} s ({number(summary['frames_per_second'], 0)} frames/s)"
     figure, (ax,) = new_figure(8, 1, f"Learning curve, {summary.get('env', '')}".rstrip(", "), subtitle)
     at, returns = [], [mean for row in rows for mean in row["episode_returns"]]
     for row, (before, after) in zip(rows, pairwise([0, *(row["frames"] for row in rows)]), strict=True):
@@ -127,8 +131,9 @@ def sync_latency(rows: Rows, summary: dict[str, Any]) -> Figure:
         for ax in (left, right):
             _say_instead(ax, "No update was sent to any worker.")
         return figure
-    left.scatter(range(1, len(updates) + 1), updates, s=10, color=BLUE, alpha=0.4, linewidths=0, rasterized=True)
-    for p, style in zip((50, 95, 99), ("-", "--", ":"), strict=True):
+    left.scatter(range(1, len(updates) + 1), updates, s=10, c=BLUE, alpha=0.4, lw=0, rasterized=True, zorder=3)
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
+    for p, style in {50: "-", 95: "--", **({99: ":"} if len(updates) >= 100 else {})}.items():
         value = percentile(updates, p / 100)
         left.axhline(value, color=ORANGE, linewidth=1.3, linestyle=style, label=f"p{p}  {microseconds(value)}")
     left.set_xlabel("update")
@@ -153,10 +158,9 @@ def _update_latencies(rows: Rows, summary: dict[str, Any]) -> list[float]:
 
 
 def sweep_returns(groups: Groups, env: str, solved_at: float | None) -> Figure:
-    """Draw each run's mean return over frames (left) and wall-clock seconds, a colour for each group of runs."""
+    """Draw each run's mean return over frames and over wall-clock seconds, a colour for each group of runs."""
     subtitle = "a line for each run, from its 100th episode; dashed: fewer than 100 episodes ended in it"
-    title = f"Return over frames and over wall-clock time{env}"
-    figure, axes = new_figure(11, 2, title, subtitle, (1, 1), 4.6 + 0.1 * len(groups))
+    figure, axes = new_figure(7, 2, f"Return over frames and time{env}", subtitle, height=8 + 0.1 * len(groups))
     for ax, of_row, label in zip(axes, ("frames", "seconds"), ("frames", "seconds from the first step"), strict=True):
         _count_axis(ax)
         drawn_as: dict[str, str] = {}  # the curves of a group, and its name
@@ -171,7 +175,7 @@ def sweep_returns(groups: Groups, env: str, solved_at: float | None) -> Figure:
             _say_instead(ax, "No episode has ended.")
         _threshold(ax, solved_at)
         ax.set(xlabel=label, ylabel="mean return of the last 100 episodes")
-    _legend(figure, axes[0], 3)
+    _legend(figure, axes[0], 2)
     return figure
 
 
@@ -190,13 +194,13 @@ def iqm(values: Sequence[float]) -> tuple[float, float, float]:
 def sweep_setting(groups: Groups, setting: str, env: str) -> Figure:
     """Draw returns over a setting that is a number; `groups` differ in other settings.
 
-    On the left those at the end of each run, on the right those of the whole run, which also tell slow learning.
+    Above those at the end of each run, below those of the whole run, which also tell slow learning.
     """
     counts = Counter((name, float(run.settings[setting])) for name, group in groups.items() for run in group)
     values, few = sorted({value for _, value in counts}), min(counts.values(), default=0) < _FEW
     told = "median over the seeds; band: lowest to highest" if few else "interquartile mean; band: its 95 % interval"
     subtitle = f"a dot for each complete run; line: {told}"
-    figure, axes = new_figure(11, 2, f"Return over {setting}{env}", subtitle, (1, 1), 4.6 + 0.1 * len(groups))
+    figure, axes = new_figure(7, 2, f"Return over {setting}{env}", subtitle, height=8 + 0.1 * len(groups))
     positive = [value for value in values if value > 0]
     for ax, figure_name, of in zip(axes, ("return", OVER_RUN), ("last 100 episodes", "whole run"), strict=True):
         for (label, group), colour in zip(groups.items(), cycle(COLOURS), strict=False):
@@ -214,7 +218,7 @@ def sweep_setting(groups: Groups, setting: str, env: str) -> Figure:
         ax.set(xlabel=setting, ylabel=f"mean return of the {of}")
         if not values:
             _say_instead(ax, "No run was solved or finished.")
-    _legend(figure, axes[0], 3)
+    _legend(figure, axes[0], 2)
     return figure
 
 
@@ -224,7 +228,7 @@ def sweep_latency(groups: Groups) -> Figure:
     for name, group in groups.items():
         if found := [us for run in group if run.complete for us in _update_latencies(run.rows, run.summary)]:
             updates[name] = found
-    figure, (ax,) = new_figure(9, 1, "Weight sync latency", "every update; box: quartiles, whiskers: p5 and p95")
+    figure, (ax,) = new_figure(7, 1, "Weight sync latency", "every update; box: quartiles, whiskers: p5 and p95")
     generator = np.random.default_rng(0)
     for y, (values, colour) in enumerate(zip(updates.values(), cycle(COLOURS), strict=False)):
         spread = y + generator.uniform(-0.28, 0.28, len(values))

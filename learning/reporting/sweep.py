@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import math
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,9 +25,9 @@ from learning.summary import return_text
 
 PAGE, DATA, OVER_RUN = "sweep.html", "sweep.csv", "return over the run"
 FIGURES = {
+    "return": return_text,
     "s to solved": number,
     "frames to solved": partial(number, digits=0),
-    "return": return_text,
     "frames/s": partial(number, digits=0),
     "sync p50": microseconds,
     "sync p95": microseconds,
@@ -34,7 +35,9 @@ FIGURES = {
     "mean staleness": partial(number, digits=2),
 }
 """The figures of a run in the table, in the units of ``summary.json`` (µs, s), and how each is formatted."""
-_SPARE = ("frames to solved", "sync p95", "sync p99", "mean staleness")  # a terminal does without
+_SPARE = (  # what a terminal does without, until the rest fits
+    "sync p99", "sync p95", "mean staleness", "frames to solved", "sync p50", "status", "solved", "frames/s",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,14 +96,19 @@ def report(folder: Path, console: Console | None = None) -> None:
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console.width = 1000
-    table = Table(box=SIMPLE_HEAD, title=f"{len(runs)} run{'s' * (len(runs) > 1)}", title_justify="left")
-    shown = [name for name in _cells(runs[0], runs) if not (console.is_terminal and name in _SPARE)]
-    for name in shown:
-        table.add_column(name, justify="left" if name in ("backend", "status") else "right", no_wrap=True)
-    for cells, is_median in table_rows(runs):
-        table.add_row(*(cells[name] for name in shown), style="bold" if is_median else None, end_section=is_median)
+    (shown, same), table, anywhere = columns(runs), Table(), console.options.update(max_width=1000)
+    for name in (None, *_SPARE):
+        shown = [one for one in shown if one != name]
+        table = Table(box=SIMPLE_HEAD, title=f"{len(runs)} run{'s' * (len(runs) > 1)}", title_justify="left")
+        for one in shown:
+            justify = "left" if one in ("backend", "status") else "right"
+            table.add_column(one.replace(" ", "\n"), justify=justify, vertical="bottom", no_wrap=True)
+        for cells, is_median in table_rows(runs):
+            table.add_row(*(cells[name] for name in shown), style="bold" if is_median else None, end_section=is_median)
+        if console.measure(table, options=anywhere).maximum <= console.width:
+            break
     console.print(table)
-    for line in (f"report: {folder / PAGE}", *(f"left out: {line}" for line in left_out)):
+    for line in (*same, f"report: {folder / PAGE}", *(f"left out: {line}" for line in left_out)):
         console.print(line, soft_wrap=True, markup=False)
 
 
@@ -165,10 +173,20 @@ def groups(runs: Sequence[Run], without: str | None = None) -> dict[str, list[Ru
 def _cells(run: Run, runs: Sequence[Run]) -> dict[str, str]:
     """Return the row of `run` in a table of `runs`, by column; the settings that differ between them are columns."""
     settings = {name: run.settings.get(name, "default") for name in differing(runs)}
-    solved = "yes" if run.summary["solved"] else "no"
-    told = {"seed": str(run.summary.get("seed")), "status": run.summary["status"], "solved": solved}
     figures = {name: write(run.figures[name]) for name, write in FIGURES.items()}
-    return {"backend": run.backend, **settings, **told, **figures}
+    number = (re.findall(r"^\d+(?=-)", run.folder.name) or [run.folder.name])[0]
+    first = {"run": number, "return": figures.pop("return"), "backend": run.backend, **settings}
+    last = {"status": run.summary["status"], "solved": "yes" if run.summary["solved"] else "no"}
+    return first | {"seed": str(run.summary.get("seed"))} | figures | last
+
+
+def columns(runs: Sequence[Run]) -> tuple[list[str], list[str]]:
+    """Return the columns of a table of `runs`; and, in a line if there is any, those that are the same in all."""
+    first, *others = (_cells(run, runs) for run in runs)
+    kept = ("run", "return") if others else first
+    same = {name: cell for name, cell in first.items() if name not in kept and all(one[name] == cell for one in others)}
+    told = [f"in all runs: {', '.join(f'{name} {cell}' for name, cell in same.items())}"] if same else []
+    return [name for name in first if name not in same], told
 
 
 def table_rows(runs: Sequence[Run]) -> Iterator[tuple[dict[str, str], bool]]:
@@ -177,7 +195,7 @@ def table_rows(runs: Sequence[Run]) -> Iterator[tuple[dict[str, str], bool]]:
         yield from ((_cells(run, runs), False) for run in group)
         if len(group) > 1:
             solved = f"{sum(run.summary['solved'] for run in group)} of {len(group)}"
-            medians = _cells(group[0], runs) | {"seed": "median", "status": "", "solved": solved}
+            medians = _cells(group[0], runs) | {"run": "median", "seed": "", "status": "", "solved": solved}
             for name, write in FIGURES.items():  # of the complete runs
                 known = [value for run in group if run.complete and (value := run.figures[name]) is not None]
                 medians[name] = write(statistics.median(known) if known else None)
@@ -203,14 +221,16 @@ def _draw(folder: Path, runs: Sequence[Run]) -> Iterator[Path]:
 
 
 def _page(runs: Sequence[Run], left_out: Sequence[str], pictures: Sequence[Path]) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in _cells(runs[0], runs))
+    shown, same = columns(runs)
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in shown)
     body = ""
     for cells, is_median in table_rows(runs):
-        row = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells.values())
+        row = "".join(f"<td>{html.escape(cells[name])}</td>" for name in shown)
         body += f'<tr class="{"median" if is_median else ""}">{row}</tr>\n'
     encoded = {one.name: base64.b64encode(one.read_bytes()).decode() for one in pictures}
     images = "".join(f'<img alt="{name}" src="data:image/png;base64,{one}">\n' for name, one in encoded.items())
     title = html.escape(f"{common(runs, 'env') or 'Sweep'}: {len(runs)} run{'s' * (len(runs) > 1)}")
-    missing = "".join(f"<p>Left out: {html.escape(line)}</p>\n" for line in left_out)
+    notes = [one.capitalize() for one in same] + [f"Left out: {line}" for line in left_out]
+    missing = "".join(f"<p>{html.escape(line)}</p>\n" for line in notes)
     page = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
     return page.substitute(title=title, head=head, body=body, missing=missing, images=images)

@@ -27,7 +27,7 @@ class WandbLogger(Reporter):
     What is None is that of wandb's variable, ``WANDB_PROJECT`` for instance, or a default where that is not set.
 
     A thread imports and starts wandb `start_after` seconds into the run, or at its end, since that takes more processor
-    time than a short run; rows from before are sent then.
+    time than a short run; rows from before are sent then, as they were, except wandb's "relative time (process)".
 
     Args:
         project: wandb's project; None: WANDB_PROJECT, else "wsync".
@@ -50,7 +50,7 @@ class WandbLogger(Reporter):
 
     def __post_init__(self) -> None:
         self._init: dict[str, Any] = {}
-        self._rows: queue.SimpleQueue[tuple[float, Row] | None] = queue.SimpleQueue()  # with the time of each
+        self._rows: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         self._ending = threading.Event()
         self._summary: dict[str, Any] = {}
         self._where: str | None = None
@@ -74,7 +74,8 @@ class WandbLogger(Reporter):
 
     def update(self, row: Row) -> None:
         if self._thread is not None and self._thread.is_alive():
-            self._rows.put((time.time(), row))
+            workers = {f"{one['model']}/{one['worker']}": one for one in ledger()}
+            self._rows.put({**row.as_dict(), "ledger": workers, "_timestamp": time.time()})
 
     def finish(self, summary: dict[str, Any]) -> None:
         self._summary = summary
@@ -113,9 +114,8 @@ class WandbLogger(Reporter):
             run = wandb.init(**options, mode="offline")
         run.define_metric("frames")
         run.define_metric("*", step_metric="frames")
-        while (taken := self._rows.get()) is not None:
-            workers = {f"{row['model']}/{row['worker']}": row for row in ledger()}  # as they are now
-            run.log(flat({**taken[1].as_dict(), "ledger": workers}) | {"_timestamp": taken[0]})
+        while (row := self._rows.get()) is not None:
+            run.log(flat(row))
         if pictures := {one.stem: wandb.Image(str(one)) for one in sorted(Path(self._init["dir"]).glob("*.png"))}:
             run.log(pictures)
         run.summary.update(self._summary)

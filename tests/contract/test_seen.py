@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import socket
 import subprocess
 from functools import partial
 from pathlib import Path
@@ -136,9 +138,18 @@ def test_the_rows_are_served_and_shown(tmp_path: Path) -> None:
             server.shutdown()
         rows = scheme.ledger()
     assert shown.returncode == 0 and rows[0]["where"] in shown.stdout
-    (tmp_path / "ledger.json").write_text(json.dumps([*rows, rows[0] | {"state": "dead", "where": "pid 9"}]))
-    assert (left := status(tmp_path)).returncode == 1 and "pid 9" in left.stdout
     assert "wsync status: " in status(tmp_path / "none").stderr
+    assert status("--help").stdout.startswith("usage: ")
+    process = subprocess.Popen(["sleep", "600"])
+    of_run = {"trainer": f"{socket.gethostname()}:{process.pid}", "sent_at": 1000.0}
+    (tmp_path / "ledger.json").write_text(json.dumps([rows[0] | of_run]))
+    os.utime(tmp_path / "ledger.json", (1005, 1005))
+    assert (now := status(tmp_path)).returncode == 0 and "alive" in now.stdout and " 5 s " not in now.stdout
+    process.kill()
+    process.wait()
+    assert (left := status(tmp_path)).returncode == 1 and "dead" in left.stdout and " 5 s " in left.stdout
+    (tmp_path / "summary.json").touch()
+    assert (over := status(tmp_path)).returncode == 0 and "ended" in over.stdout and " 5 s " in over.stdout
 
 
 def test_updates_are_spans_of_opentelemetry() -> None:

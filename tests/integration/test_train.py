@@ -36,10 +36,6 @@ def command(folder: Path, *overrides: str) -> list[str]:
     return [sys.executable, str(ROOT / "train.py"), *QUICK, f"hydra.run.dir={folder}", *overrides]
 
 
-def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, **more}
-
-
 def run(folder: Path, *overrides: str, status: int = 0, **more: str) -> subprocess.CompletedProcess[str]:
     options = [*QUICK, f"hydra.run.dir={folder}", *overrides]
     return run_program(ROOT / "train.py", *options, folder=folder, status=status, **more)
@@ -50,7 +46,7 @@ def started(folder: Path, *overrides: str, cwd: Path = ROOT, **more: str) -> sub
     endless = ("total_frames=100_000_000", "stop_when_solved=false")
     process = subprocess.Popen(
         command(folder, *endless, *overrides), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True, cwd=cwd, env=environment(**more),
+        start_new_session=True, cwd=cwd, env={**os.environ, **more},
     )  # fmt: skip
     assert process.stdout is not None and any(line.startswith("frames ") for line in process.stdout)
     return process
@@ -99,7 +95,7 @@ def test_every_batch_is_followed_by_an_update_with_its_cost(runs: dict[str, tupl
     sync = summary(folder)["weight_sync"]
     assert sync["updates"] == 4
     assert sync["version"] == rows(folder)[-1]["version"] == 5  # the first weights were version 1
-    assert 0 < sync["latency_us"]["p50"] <= sync["latency_us"]["p99"] <= sync["latency_us"]["max"]
+    assert 0 < sync["latency_us"]["p50"] <= sync["latency_us"]["p95"] <= sync["latency_us"]["max"]
     assert summary(folder)["staleness"]["mean"] == 0
     assert sync["over_plain_copy"] > 1
 
@@ -165,7 +161,7 @@ def test_a_learner_on_a_gpu(options: list[str], tmp_path: Path) -> None:
     [
         ("device=nonsense", ""),
         pytest.param("device=cuda:99", "", marks=pytest.mark.slow),
-        ("weight_sync=sharedmem", "there is no such option; did you mean 'shared_mem'?; "),
+        ("weight_sync=sharedmem", "there is no such option; did you mean 'shared_mem'?; there are: cuda, "),
     ],
 )
 def test_what_is_not_there_is_refused_in_one_line(override: str, said: str, tmp_path: Path) -> None:
@@ -285,11 +281,10 @@ def test_a_full_disk_is_an_error_in_one_line_that_names_the_file(tmp_path: Path)
     done = subprocess.run(
         ["prlimit", "--fsize=100000", *command(tmp_path, *often)],
         capture_output=True, text=True, timeout=250, cwd=tmp_path, check=False,
-        env=environment(PYTHONDONTWRITEBYTECODE="1"),  # Python would keep compiled modules that were cut off
+        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},  # Python would keep compiled modules that were cut off
     )  # fmt: skip
-    assert (done.returncode, done.stderr) == (
-        1, f"train.py: {tmp_path}/metrics.jsonl could not be written: File too large\n"
-    )  # fmt: skip
+    told = f"train.py: {tmp_path}/metrics.jsonl could not be written: File too large\n"
+    assert (done.returncode, done.stderr) == (1, told)
     assert summary(tmp_path)["status"] == "failed" and (tmp_path / "checkpoint.pt").exists()
 
 
@@ -309,10 +304,8 @@ def test_a_sweep_reports_each_failed_run_in_the_terminal_and_in_its_folder(tmp_p
     (tmp_path / "failing.py").write_text(FAILING)
     sweep = ["env.id=CartPol-v1,failing:Failing-v0", f"hydra.sweep.dir={tmp_path}", "-m"]
     done = run(tmp_path, *sweep, status=1, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
-    for folder, reason in (
-        ("0-CartPol-v1-shared_mem-s0", "env.id=CartPol-v1"),
-        ("1-Failing-v0-shared_mem-s0", "ArithmeticError: the pole"),
-    ):
+    folders = ("0-CartPol-v1-shared_mem-s0", "1-Failing-v0-shared_mem-s0")
+    for folder, reason in zip(folders, ("env.id=CartPol-v1", "ArithmeticError: the pole"), strict=True):
         assert f"ERROR: run {folder[0]} ({folder}): " in done.stderr
         assert reason in done.stderr and reason in (tmp_path / folder / "train.log").read_text()
     assert "worker " in done.stderr
@@ -356,9 +349,8 @@ def evaluate(folder: Path, *options: str) -> str:
 
 @pytest.mark.slow  # tests/unit has its parts
 def test_an_experiment_of_ones_own_trains_and_resumes_with_its_statistics_and_its_callback(tmp_path: Path) -> None:
-    for path, text in re.findall(
-        r"```(?:python|yaml)\n# (my/\S+)\n(.*?)```", (ROOT / "docs" / "environments.md").read_text(), re.DOTALL
-    ):
+    page = (ROOT / "docs" / "environments.md").read_text()
+    for path, text in re.findall(r"\n`(my/\S+)`:\n\n```\w+\n(.*?)```", page, re.DOTALL):  # as they are copied
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_text(text)
     train(tmp_path, "--config-dir", "my", "experiment=mine", *SHORT, *NORMALIZED)
@@ -424,7 +416,7 @@ SMALL = ("total_frames=512", "num_workers=1")
 @pytest.mark.parametrize(("encoding", "output"), [("ascii", "output"), ("utf-8", "/dev/full")])
 def test_57_9_output_is_no_reason_to_stop(encoding: str, output: str, tmp_path: Path) -> None:
     with open(tmp_path / output, "w") as stdout:  # an absolute path stays as it is
-        options = {"env": environment(PYTHONIOENCODING=encoding), "stderr": subprocess.PIPE, "text": True}
+        options = {"env": {**os.environ, "PYTHONIOENCODING": encoding}, "stderr": subprocess.PIPE, "text": True}
         done = subprocess.run(command(tmp_path / "run", *SMALL), cwd=tmp_path, stdout=stdout, timeout=250, **options)
     assert (done.returncode, summary(tmp_path / "run")["status"]) == (0, "finished"), done.stderr
     assert done.stderr.count("No space left on device") == (output == "/dev/full")
@@ -461,14 +453,15 @@ def test_57_14_help_fits_a_screen_and_names_every_option(tmp_path: Path) -> None
 
 def test_57_11_a_run_evaluates_its_policy_and_the_best_one_can_be_filmed(tmp_path: Path) -> None:
     logger = "tensorboard" if find_spec("tensorboard") else "none"
-    run_program(
+    done = run_program(
         ROOT / "train.py", f"hydra.run.dir={tmp_path}", f"logger={logger}", "num_envs=4", "total_frames=1024",
         "frames_per_batch=256", *SMALL[1:], "evaluate_every=300", "evaluate_episodes=2", folder=tmp_path,
     )  # fmt: skip
     tables = [(tmp_path / f"{one}.csv").read_text().splitlines() for one in ("evaluation", "metrics")]
     evaluated, rows = (list(csv.DictReader(lines)) for lines in tables)
     versions = {row["frames"]: row["version"] for row in rows}
-    assert len(evaluated) == 2 and all(versions[one["frames"]] == one["version"] for one in evaluated)
+    assert done.stdout.count("evaluated after ") == len(evaluated) == 2
+    assert all(versions[one["frames"]] == one["version"] for one in evaluated)
     assert float(rows[0]["learning/loss_policy"]) and (logger == "none" or [*tmp_path.glob("events*")])
     policy, make_env = load_policy(tmp_path / "best")
     best = play(make_env, policy, 2, sample=False, seed=0, max_frames=2000)

@@ -4,6 +4,7 @@ import inspect
 from copy import deepcopy
 from dataclasses import fields
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -158,15 +159,13 @@ def test_a_config_has_the_arguments_of_its_class(option: str, target: Any, commo
         ("weight_sync.host=node", "'weight_sync.host' is a setting of another option of weight_sync"),
         ("collector.convert=2", "no setting is called 'collector.convert'"),
         ("num_workers=many", "num_workers=many: Value 'many' of type 'str' could not be converted to Integer"),
-        ("num_workers=1.5", "num_workers=1.5: Value '1.5' of type 'float' could not be converted to Integer"),
-        ("weight_sync.timeout=soon", "weight_sync.timeout=soon: Value 'soon'"),
         ("policy.hidden=64", "policy.hidden=64: "),
-        (
-            "weight_sync=sharedmem",
-            "there is no such option; did you mean 'shared_mem'?; there are: cuda, distributed, ",
-        ),
         ("env=pong", "env=pong: there is no such option; did you mean 'atari/pong'?; there are: acrobot, "),
-        ("env.kwargs.gravity=3", "say +env.kwargs.gravity=… to add it"),
+        ("env.kwargs.gravity=3", "is not in struct; say +env.kwargs.gravity=… to add it"),
+        (
+            "env.kwargs.vectorisation_mode=sync",
+            "; did you mean 'vectorization_mode'?; say +env.kwargs.vectorisation_mode",
+        ),
         ("seed=[", "this override cannot be read: "),
     ],
 )
@@ -182,11 +181,6 @@ def test_a_slip_is_answered_in_one_line(override: str, said: str) -> None:
         (
             "weight_sync.strategy=foo",
             "weight_sync: SharedMemWeightSyncScheme: strategy is 'tensordict' or 'state_dict', not 'foo'",
-        ),
-        (
-            "weight_sync._target_=mine.Scheme",
-            "weight_sync._target_=mine.Scheme: there is no module 'mine' on sys.path: name its folder by --config-dir, "
-            "or add it to PYTHONPATH",
         ),
         (
             "weight_sync._target_=wsync.RayWeightSyncSchema",
@@ -208,7 +202,10 @@ def test_what_cannot_be_made_is_named_by_its_setting() -> None:
         instantiate_setting("algorithm", {"_target_": "learning.PPO", "part": {"_target_": "learning.PPOO"}})
     with pytest.raises(ConfigError, match=r"^env\.wrappers\[0\]\._target_=collectors\.ActionMsk: .*'ActionMask'"):
         sample(EnvConfig("CartPole-v1", wrappers=[{"_target_": "collectors.ActionMsk"}]))
-    with pytest.raises(ConfigError, match=r"^env\._target_=mine\.make: there is no module 'mine' on sys\.path"):
+    advice = r": name its folder by --config-dir, or add it to PYTHONPATH$"
+    with pytest.raises(
+        ConfigError, match=r"^env\._target_=mine\.make: there is no module 'mine' on sys\.path" + advice
+    ):
         sample(EnvConfig("mine.make", make={"_target_": "mine.make"}))
 
 
@@ -216,22 +213,17 @@ def test_what_cannot_be_made_is_named_by_its_setting() -> None:
     ("override", "said"),
     [
         ("+num_worker=3", "no setting is called 'num_worker'; did you mean 'num_workers'?"),
-        ("++algorithm.lrr=3", "no setting is called 'algorithm.lrr'; did you mean 'algorithm.lr'?"),
         ("+env.kwarg={x: 3}", "no setting is called 'env.kwarg'; did you mean 'env.kwargs'?"),
         ("num_workers=0", "it has to be greater than 0"),
         ("timeout=nan", "it has to be greater than 0"),
         ("policy.hidden=[64,0]", "it has to be greater than 0"),
-        ("seed=-1", "it has to be greater than or equal to 0"),
         ("seed=99999999999999999999", "it has to be less than "),
         ("threads=100000", "it has to be less than or equal to 1024"),
-        ("checkpoint_every=nan", "it has to be greater than or equal to 0"),
         ("algorithm.gamma=1.1", "it has to be less than or equal to 1"),
-        ("algorithm.lr=inf", "it has to be a finite number"),
         ("env.solved_at=nan", "it has to be a finite number"),
         ("weight_sync=distributed collector.port=-1", "it has to be greater than or equal to 0"),
         ("weight_sync=distributed weight_sync.host=", "at least 1 character"),
         ("policy.activation=cubic", "it has to be 'tanh', "),
-        ("logger.mode=of-line", "it has to be 'online', 'offline' or 'disabled'"),
         ("sync_each=minibatch", "it has to be 'update' or 'epoch'"),
         ("sync_each=epoch staleness=2", "counts updates: it cannot be combined with sync_each=epoch"),
         ("frames_per_batch=31", "at least one frame of each of 32 environments"),
@@ -277,6 +269,10 @@ def test_an_impossible_pair_is_refused() -> None:
 def test_an_environment_that_there_is_not_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"env\.id=CartPol-v1: .*env\.id=module:id"):
         sample(EnvConfig("CartPol-v1"))
+    for package, name in {"mujoco": "HalfCheetah-v5", "atari": "ALE/Pong-v5"}.items():
+        if find_spec(package.replace("atari", "ale_py")) is None:
+            with pytest.raises(ConfigError, match=rf"`pip install -e '\.\[{package}\]'`$"):
+                sample(EnvConfig(name))
     with pytest.raises(ConfigError, match="gravitas"):
         sample(EnvConfig("CartPole-v1", kwargs={"gravitas": 1}))
     with pytest.raises(ConfigError, match=r"env\.wrappers\[0\] has no _target_: name the class of the wrapper"):
@@ -432,7 +428,6 @@ def test_a_registered_backend_needs_no_yaml_file(folder: Path, monkeypatch: pyte
     ("overrides", "said"),
     [
         ("weight_sync=mine weight_sync.timout=3", "no setting is called 'weight_sync.timout'; did you mean "),
-        ("weight_sync=mine weight_sync.xyz=3", "no setting is called 'weight_sync.xyz'"),
         ("weight_sync=mine weight_sync.timeout=soon", "weight_sync.timeout=soon: Value 'soon'"),
         ("weight_sync=mine collector=ray", "collector=ray cannot carry FileScheme: choose collector=multi_async, "),
         ("weight_sync=slip", "Key 'timout' not in 'FileSchemeConfig'"),

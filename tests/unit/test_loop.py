@@ -201,11 +201,13 @@ def test_values_that_are_not_finite_change_nothing_and_the_checkpoint_is_written
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_first_signal_is_a_request(number: signal.Signals, status: int) -> None:
-    before = signal.getsignal(number)
+    before, calls = signal.getsignal(number), []
     with StopRequest() as stop:
         assert (stop.requested, stop.exit_status) == (False, 0)
+        stop.add_callback(lambda: calls.append("before"))
         os.kill(os.getpid(), number)
-        assert (stop.requested, stop.exit_status) == (True, status)
+        stop.add_callback(lambda: calls.append("after"))
+        assert (stop.requested, stop.exit_status, calls) == (True, status, ["before", "after"])
         assert (signal.getsignal(number) is before) == (number is signal.SIGINT)
     assert signal.getsignal(number) is before
 
@@ -217,21 +219,14 @@ def test_the_second_signal_interrupts() -> None:
 
 
 def test_57_10_a_repeated_sigterm_is_one_request_and_sigusr1_asks_for_a_checkpoint() -> None:
+    calls: list[int] = []
     with StopRequest() as stop:
+        stop.add_callback(lambda: calls.append(stop.exit_status))
         os.kill(os.getpid(), signal.SIGUSR1)
         assert (stop.wants_checkpoint, stop.requested) == (True, False)
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.exit_status == 128 + signal.SIGTERM
-
-
-def test_a_callback_is_called_once() -> None:
-    calls: list[str] = []
-    with StopRequest() as stop:
-        stop.add_callback(lambda: calls.append("before"))
-        os.kill(os.getpid(), signal.SIGTERM)
-        stop.add_callback(lambda: calls.append("after"))
-    assert calls == ["before", "after"]
+        assert [stop.exit_status] == calls == [128 + signal.SIGTERM]
 
 
 def test_outside_the_main_thread_signals_are_not_caught() -> None:

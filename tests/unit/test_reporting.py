@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,11 @@ from learning.progress import WINDOW, Progress, Row, SyncRow
 from learning.reporting import Reporter
 from learning.reporting.console import ConsoleReporter
 from learning.reporting.files import FolderError, RunFiles, read_rows, replace_file, to_json
-from learning.reporting.plots import sweep_latency, sweep_returns
+from learning.reporting.plots import learning_curve, sweep_latency, sweep_returns, sync_latency
 from learning.reporting.sweep import groups, read_runs, report, table_rows
 from learning.reporting.wandb_logger import WandbLogger
 from learning.summary import summarise
-from wsync import SyncMetrics, SyncReport
+from wsync import SharedMemWeightSyncScheme, SyncMetrics, SyncReport
 
 PHASES = {"extract": 1.0, "pack": 2.0, "transfer": 3.0, "wait": 4.0, "apply": 5.0, "acknowledge": 6.0}
 
@@ -42,13 +43,10 @@ def row(n: int, sync: bool = True) -> Row:
 def summary(sync: bool = True, status: str = "solved") -> dict:
     metrics = SyncMetrics("shared_mem" if sync else "none")
     if sync:
-        metrics.record(SyncReport(1, 18432, 1e-4, tuple(us / 1e6 for us in PHASES.values()), {}))
+        metrics.record(SyncReport(1, 18432, 1e-4, tuple(us / 1e6 for us in PHASES.values()), []))
     progress = Progress(frames=1024, episodes=3)
-    return summarise(status, progress, 475.0, metrics, Failures(), Staleness()) | {
-        "env": "CartPole-v1",
-        "seed": 0,
-        "num_workers": 2,
-    }
+    facts = {"env": "CartPole-v1", "seed": 0, "num_workers": 2}
+    return summarise(status, progress, 475.0, metrics, Failures(), Staleness()) | facts
 
 
 def told(reporter: Reporter, folder: Path, rows: list[Row], end: dict) -> None:
@@ -115,22 +113,22 @@ def test_json_has_no_nan() -> None:
 
 def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     out, folder = io.StringIO(), tmp_path / "[seed=1]" / "[" / "b]"  # no markup
-    reporter = ConsoleReporter("CartPole", 4096, Console(file=out, width=100), interval=0.0)
-    told(reporter, folder, [row(1), row(2)], summary())
+    folder.mkdir(parents=True)
+    (folder / "checkpoint.pt").touch()
+    reporter = ConsoleReporter("CartPole", 40_960, Console(file=out, width=80), 0.0, resume_command="again: ")
+    slow = [replace(row(n), seconds=77 + 0.1 * n) for n in (1, 2)]  # the first one has compiled: it does not count
+    failed = summary() | {"status": "failed", "error": "WorkerDied: worker 1"}
+    told(reporter, folder, slow, failed)
+    reporter.finish(failed | {"resumed_from": {"frames": 1024}})  # at once: it would fail again
+    assert out.getvalue().count("continue it by: again: ") == 1
     lines = out.getvalue().splitlines()
-    figures = "frames/s 10,240 | return 20.0 (3 episodes) | sync p50 100 µs | version 1 | staleness 0.5 (max 2)"
+    figures = "frames/s 10,240 | return 40.0 (6 episodes) | sync p50 100 µs | version 2 | staleness 0.5 (max 2)"
     figures += " | too old 3 batches"
-    assert f"frames 1,024/4,096 | 0:00:00 left | {figures}" in lines
+    assert f"frames 2,048/40,960 | 0:00:03 left | {figures}" in lines
     assert len([line for line in lines if line.startswith("frames ")]) == 2
-    assert "\x1b" not in out.getvalue()
-    for part in (
-        "latency p95",
-        "acknowledge",
-        "all of them",
-        "Solved after 1,024 frames",
-        f"→ {folder}",
-        f"files: {folder}",
-    ):
+    assert "\x1b" not in out.getvalue() and "latency p99" not in out.getvalue()  # of one update
+    ends = ("Solved after 1,024 frames", f"→ {folder}", f"files: {folder}", "collector.on_worker_failure=restart")
+    for part in ("latency p95", "acknowledge", "all of them     0.0001 s (", "return, last 3 ", *ends):
         assert part in out.getvalue()
 
 
@@ -141,6 +139,9 @@ def test_the_pictures_are_drawn(tmp_path: Path, sync: bool) -> None:
         with Image.open(tmp_path / name) as image:
             assert image.width > 1000
             assert len(set(image.convert("L").tobytes())) > 10  # something is on it
+    few, far = [row(n).as_dict() for n in range(1, 6)], summary() | {"solved_at": 4800}
+    assert all(x == round(x) for x in sync_latency(few, far).axes[0].get_xticks())
+    assert learning_curve(few, far).axes[0].get_ylim()[1] < 200  # what it would take to solve it is out of sight
 
 
 def test_57_12_a_run_for_wandb_has_names_true_times_and_the_pictures(
@@ -153,10 +154,14 @@ def test_57_12_a_run_for_wandb_has_names_true_times_and_the_pictures(
     wandb.teardown()  # it has read the environment of before
     logger, files = WandbLogger(mode="offline", close_within=120.0, start_after=1e3), RunFiles()
     config = {"env": {"id": "CartPole-v1"}, "algorithm": {"_target_": "learning.PPO"}}
-    for one in (files, logger):
-        one.begin(tmp_path, config)
-        for n in (1, 2):
-            one.update(row(n))
+    with SharedMemWeightSyncScheme() as scheme:
+        scheme.init_in_process("policy", torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+        for one in (files, logger):
+            one.begin(tmp_path, config)
+            for n in (1, 2):
+                one.update(row(n))
+                scheme.send()
+                scheme.model(torch.zeros(1))
     logged = time.time()
     for one in (files, logger):
         one.finish(summary())
@@ -168,6 +173,7 @@ def test_57_12_a_run_for_wandb_has_names_true_times_and_the_pictures(
     names += " episode_return_mean_100 loss_policy learning_curve mine"
     for text in (tmp_path.name, "CartPole-v1 PPO", *names.split()):
         assert text.encode() in written
+    assert {*re.findall(rb"ledger/policy/0/sent.{1,4}?(\d+)", written, re.DOTALL)} == {b"3", b"4"}  # each as it was
     times = {float(found) for found in re.findall(rb"_timestamp.{1,4}?(\d\.\d+e\+09)", written, re.DOTALL)}
     assert len([one for one in times if one <= logged]) == 2
 
@@ -197,11 +203,13 @@ def test_a_sweep_is_compared_among_runs_that_are_alike_but_for_the_seed(tmp_path
             swept(tmp_path, f"num_workers={workers}", f"seed={seed}", "weight_sync=shared_mem", rows=rows)
     runs, _ = read_runs(tmp_path)
     assert list(groups(runs)) == ["num_workers=2", "num_workers=8"]
-    medians = [list(cells.values())[:3] for cells, is_median in table_rows(runs) if is_median]
-    assert medians == [["shared_mem", "2", "median"], ["shared_mem", "8", "median"]]
-    report(tmp_path, Console(file=io.StringIO()))
+    medians = [(cells["run"], cells["num_workers"]) for cells, is_median in table_rows(runs) if is_median]
+    assert medians == [("median", "2"), ("median", "8")]
+    report(tmp_path, Console(file=(out := io.StringIO()), width=60, force_terminal=True, color_system=None))
     page = (tmp_path / "sweep.html").read_text()
-    assert "<h1>CartPole-v1: 4 runs</h1>" in page and "<th>num_workers</th>" in page
+    assert "<h1>CartPole-v1: 4 runs</h1>" in page and "<th>run</th><th>return</th><th>num_workers</th>" in page
+    assert re.search(r"run +return +num_workers +seed", out.getvalue()) and "…" not in out.getvalue()  # nothing is cut
+    assert "in all runs: backend shared_mem, " in out.getvalue() and "<th>backend</th>" not in page
     (legend,) = sweep_returns({"a": runs, "b": runs, "c": runs[:1]}, "", None).legends
     assert [text.get_text() for text in legend.get_texts()] == ["a", "b (coincides with a)", "c"]
 
@@ -232,11 +240,8 @@ def test_a_run_that_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None
     (tmp_path / "7-run" / ".hydra").mkdir(parents=True)  # it was killed
     out = io.StringIO()
     report(tmp_path, Console(file=out))
-    whys = (
-        ["/summary.json is damaged: "] * 2
-        + [" is damaged: "] * 3
-        + ["/metrics.jsonl is damaged: ", " has no summary.json: "]
-    )
+    whys = ["/summary.json is damaged: "] * 2 + [" is damaged: "] * 3
+    whys += ["/metrics.jsonl is damaged: ", " has no summary.json: "]
     lines = [line for line in out.getvalue().splitlines() if line.startswith("left out: ")]
     for line, number, why in zip(lines, (0, 1, 2, 3, 4, 5, 7), whys, strict=True):
         assert line.startswith(f"left out: {tmp_path}/{number}-run{why}")
@@ -309,7 +314,7 @@ def test_staleness_is_the_mean_over_frames_in_which_a_policy_acted() -> None:
 
 
 def synced(version: int) -> SyncReport:
-    return SyncReport(version, 1000, version * 1e-3, (0.0, 1e-4, 0.0, 0.0, 0.0), {0: version})
+    return SyncReport(version, 1000, version * 1e-3, (0.0, 1e-4, 0.0, 0.0, 0.0), [0])
 
 
 def test_a_row_has_the_cost_of_its_own_update() -> None:
