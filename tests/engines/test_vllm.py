@@ -117,6 +117,8 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve(server: Serv
         ({**good, down: good[down][:, :-1].contiguous()}, rf"does not take '{down}' of shape \(128, 255\)"),
         ({**good, bias: good[bias][:-1].contiguous()}, rf"does not take '{bias}'"),
         ({name: tensor for name, tensor in good.items() if name != down}, rf"needs more weights.*{down}"),
+        ({**good, down: good[down].repeat(1, 2)}, rf"has smaller weights.*{down}"),
+        ({**good, value: good[value].repeat(2, 1)}, r"has smaller weights.*qkv_proj"),
         ({name: tensor for name, tensor in good.items() if name != value}, r"needs more weights.*qkv_proj.*v_proj"),
     ]
     for weights, said in wrong:

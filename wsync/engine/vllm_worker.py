@@ -14,7 +14,7 @@ with which no forward succeeds, until another version is loaded: there are no mi
 from __future__ import annotations
 
 import base64
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -194,12 +194,16 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _require_fit(self, layout: Layout) -> None:
         """Have vLLM's loaders take weights of these names and shapes, into tensors without memory.
 
-        LayoutMismatch: it has no such weights, or needs others. The second is not known of a quantized model.
+        LayoutMismatch: it has no such weights, has smaller ones, or needs others. The last two are not known of a
+        quantized model.
         """
         calls, tried = Counter[str](), ""
+        sent = defaultdict[Any, dict[str, int]](dict)  # by vLLM's tensor and its size: the sizes of its parts
 
-        def trying(load: Callable[..., Any], empty: Tensor, layer: torch.nn.Module, prefix: str, key: str) -> Any:
+        def trying(load: Callable[..., Any], given: list[Any], empty: Tensor, _: Any, prefix: str, key: str) -> Any:
             calls[f"{prefix}.{key}"] += 1
+            (weight,), part = [one for one in given if isinstance(one, Tensor)], [str(one) for one in given[1:]]
+            sent[f"{prefix}.{key}", empty.numel()][" ".join(part)] = weight.numel()
             return load(empty)
 
         def pairs() -> Iterable[tuple[str, Tensor]]:
@@ -216,6 +220,10 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 raise LayoutMismatch(f"vLLM's model does not take {tried}: {said}") from error
         if self.model_config.quantization is not None or loaded is None:
             return
+        ranks = self.parallel_config.tensor_parallel_size * self.parallel_config.data_parallel_size
+        # vLLM takes its part of a tensor that is too large, without a word.
+        if small := [name for (name, size), parts in sent.items() if sum(parts.values()) > size * ranks]:
+            raise LayoutMismatch(f"vLLM's model has smaller weights than are sent: {describe(sorted(small))}")
         parts = getattr(self.model, "packed_modules_mapping", {})
         missing = self._names - {*loaded}
         for one in loaded:
@@ -244,7 +252,9 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Return names of weights that, if they were loaded, would change a copy of what is installed."""
         loading, wrong = "", dict[str, None]()
 
-        def comparing(load: Callable[..., Any], empty: Tensor, layer: torch.nn.Module, prefix: str, key: str) -> Any:
+        def comparing(
+            load: Callable[..., Any], _: Any, empty: Tensor, layer: torch.nn.Module, __: str, key: str
+        ) -> Any:
             result = None
             for installed in _installed(layer, key, empty):
                 copy: Any = installed.clone()
@@ -266,14 +276,18 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @contextmanager
     def _loading_by(self, act: Callable[..., Any]) -> Iterator[None]:
-        """Have ``act(load, empty, layer, prefix, key)`` called in place of each loader: ``load(tensor)`` calls it.
+        """Have ``act(load, given, empty, layer, prefix, key)`` called in place of each loader.
 
-        ``empty`` has the form of the layer's tensor, and no memory.
+        ``load(tensor)`` calls it. ``given``: the weights, and which part of the tensor they are. ``empty`` has the form
+        of the layer's tensor, and no memory.
         """
         loaders = list[tuple[Any, Any]]()
 
         def acting(loader: Callable[..., Any], *about: Any) -> Callable[..., Any]:
-            return lambda _, *args, **options: act(lambda tensor: loader(tensor, *args, **options), *about)
+            def act_for(_: Tensor, *args: Any, **options: Any) -> Any:
+                return act(lambda tensor: loader(tensor, *args, **options), [*args, *options.values()], *about)
+
+            return act_for
 
         self._empty_layers()
         try:
