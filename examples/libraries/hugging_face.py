@@ -19,9 +19,10 @@ def generate(scheme):
     model = GPT2LMHeadModel(CONFIG).eval()
     scheme.init_on_receiver("model", model=model, worker_idx=0)
     scheme.connect()
+    prompt = torch.tensor([[0, 1, 2]])
     while scheme.receive() is not None:  # waits for a newer version
         with wsync.gate():  # one version for all tokens
-            tokens = model.generate(torch.tensor([[0, 1, 2]]), max_new_tokens=9, do_sample=False, pad_token_id=0)
+            tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=9, do_sample=False)
             print(f"version {scheme.version}: {tokens[0].tolist()}", flush=True)
     scheme.shutdown()
 

@@ -38,7 +38,8 @@ class ActorPPO(PPO):
         self.scheme.send()  # raises an error that names a worker which has died
         for pipe in self.pipes:
             pipe.send(True)
-        versions, rollouts, episodes = zip(*[pipe.recv() for pipe in self.pipes], strict=True)
+        answers = [pipe.recv() for pipe in self.pipes]  # EOFError: a worker has died meanwhile
+        versions, rollouts, episodes = zip(*answers, strict=True)
         rollout_buffer.reset()
         for name in FIELDS:
             setattr(rollout_buffer, name, np.concatenate([rollout[name] for rollout in rollouts], axis=1))
@@ -59,9 +60,10 @@ if __name__ == "__main__":
     model.scheme.init_on_sender("policy", model=model.policy, num_workers=WORKERS)
     model.pipes, ends = zip(*[mp.Pipe() for _ in range(WORKERS)], strict=True)
     context = mp.get_context("spawn")
-    workers = [context.Process(target=collect, args=(model.scheme, i, end)) for i, end in enumerate(ends)]
-    for worker in workers:
+    workers = [context.Process(target=collect, args=(model.scheme, i, end), daemon=True) for i, end in enumerate(ends)]
+    for worker, end in zip(workers, ends, strict=True):
         worker.start()
+        end.close()  # so that `recv` raises an error when the worker has died
     model.scheme.connect(processes=workers)
     model.learn(20_000)
     for pipe in model.pipes:

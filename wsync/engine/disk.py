@@ -16,6 +16,7 @@ import secrets
 import shutil
 import threading
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from wsync.weights.layout import Layout
 from wsync.weights.tensors import describe
 
 _log = logging.getLogger(__name__)
+_LONGEST_REQUEST = 16  # adapters that are sent while a request with an older one is generated
 _OF_VERSION = re.compile(r"v\d{8,}-[0-9a-f]{8}(\.unfinished)?")
 
 
@@ -189,6 +191,7 @@ class LoraTransfer(DiskTransfer):
     def __init__(self, *args: Any, name: str, kept: int, **options: Any) -> None:
         super().__init__(*args, **options)
         self._prefix, self._kept = f"{name}-", kept
+        self._written = deque[str](maxlen=kept + _LONGEST_REQUEST)
 
     def prepare(self) -> None:
         """Load the adapter, which no request names yet."""
@@ -206,7 +209,8 @@ class LoraTransfer(DiskTransfer):
         for name in self._loaded:
             if name not in kept:
                 self._ask("finish", "unload", name)
-        self._folders.keep(self, *(name.removeprefix(self._prefix) for name in kept))
+        self._written.append(self._folder.name)
+        self._folders.keep(self, *self._written)  # for a request in flight, vLLM may read an older one again
 
     def abort(self) -> None:
         self._ask("abort", "unload", self._prefix + self._folder.name)
