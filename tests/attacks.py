@@ -3,8 +3,6 @@
 The attacker connects to every port that it finds: `integration/test_network.py` runs these in their own network.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import subprocess

@@ -1,7 +1,5 @@
 """Trainer and workers of a scheme in one process."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Programs that have a Ray of their own: ``scripts/launch_ray.sh``, ``train.py``, and what ``ray.shutdown`` ends."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

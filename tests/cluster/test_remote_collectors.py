@@ -1,7 +1,5 @@
 """Collectors that reach their workers over TCP, RPC or Ray: what every one of them promises, and what is its own."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

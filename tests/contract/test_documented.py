@@ -1,7 +1,5 @@
 """Behaviour that the reference documents name and that no other test holds: see ``docs/api.md``."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import os

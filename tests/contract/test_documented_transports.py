@@ -1,7 +1,5 @@
 """Transports, as the reference documents describe them: see ``docs/api.md``."""
 
-from __future__ import annotations
-
 import multiprocessing
 import queue
 import threading

@@ -1,7 +1,5 @@
 """What happens at the edges, once for all: one test for each row of the table that heads ``docs/reliability.md``."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

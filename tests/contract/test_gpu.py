@@ -1,7 +1,5 @@
 """Models on a GPU at both ends. Skipped where there is none."""
 
-from __future__ import annotations
-
 import gc
 import pickle
 import threading

@@ -1,7 +1,5 @@
 """The older names: senders and receivers, and pipes in place of a pickled scheme and a ``connect``."""
 
-from __future__ import annotations
-
 import multiprocessing
 import pickle
 import threading

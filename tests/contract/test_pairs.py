@@ -1,7 +1,5 @@
 """Two calls at once, or one after the other: what the first has begun does not harm the second."""
 
-from __future__ import annotations
-
 import subprocess
 import threading
 import time

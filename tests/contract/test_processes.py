@@ -1,7 +1,5 @@
 """Other processes: forked workers and children, workers that a context lists, other connections."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """``ledger`` and ``verify``: which version is where, and is it the right one? What users have reported is planted."""
 
-from __future__ import annotations
-
 import copy
 import json
 import subprocess

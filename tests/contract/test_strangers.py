@@ -1,7 +1,5 @@
 """What strangers hit in ``wsync``: one test for each point of issues 57 and 59, by the input that they gave."""
 
-from __future__ import annotations
-
 import ipaddress
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """How a worker's loop ends, and how ``connect`` ends when a worker's process has ended before it has connected."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

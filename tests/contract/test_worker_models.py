@@ -1,7 +1,5 @@
 """What a worker does with its model beside acting: an update neither disturbs that nor is disturbed by it."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 

@@ -1,7 +1,5 @@
 """GRPO with an unmodified vLLM, as the example has it: what is generated gets better, by versions that are known."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

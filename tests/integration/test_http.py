@@ -1,7 +1,5 @@
 """Weights over HTTP: engines in processes of their own, driven through the phases of vLLM's weight transfer."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Weights through a store: versions in files, written by one trainer, read by workers that it does not know."""
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Stores with exact differences between anchors, and Hugging Face folders: on a disk, and in an S3 server."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

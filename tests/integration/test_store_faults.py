@@ -1,7 +1,5 @@
 """Faults around a store, and uses that it cannot serve: the right error, never wrong weights, and what follows."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import threading

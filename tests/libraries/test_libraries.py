@@ -3,8 +3,6 @@
 ``make libraries`` installs them.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re

@@ -1,7 +1,5 @@
 """Both halves of the protocol with engines, a trainer's and ``engine_app``, each beside an end that is not so."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json

@@ -1,7 +1,5 @@
 """GymEnv compared with Gymnasium's own scalar environments: the same episodes, row for row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The gate: re-entrant, open again whatever happens, and no part of the module."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

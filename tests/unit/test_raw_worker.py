@@ -1,7 +1,5 @@
 """Bytes that no worker of ``wsync`` sends: an end that has the key, or a recording of one, and says what is not so."""
 
-from __future__ import annotations
-
 import gc
 import os
 import socket

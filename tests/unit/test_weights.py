@@ -1,7 +1,5 @@
 """Weights: which are taken, by which names, how they are applied, and what is refused by name."""
 
-from __future__ import annotations
-
 import math
 import threading
 from typing import Any
