@@ -268,9 +268,6 @@ def shared(pool: WorkerPool) -> SharedMemory:
     return SharedMemory()
 
 
-# --- buffers and slots ---
-
-
 def test_without_auto_register_buffers_have_to_be_registered(shared: SharedMemory) -> None:
     with (
         shared.connected(1, auto_register=False, init={}) as session,
@@ -304,9 +301,6 @@ def test_slots_per_worker(shared: SharedMemory) -> None:
             assert session.outputs() == [value, value * 10]
         session.send(3)
         assert session.outputs() == [3, 3]
-
-
-# --- forwards and slots ---
 
 
 @pytest.mark.parametrize("action", ["shutdown", "receive", "connect"])

@@ -23,8 +23,6 @@ from wsync.testing import Worker, WorkerError, WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import EveryTensorKind, Small, digest, fill, scramble
 
-# --- forks ---
-
 
 def be_trainer(state: WorkerState, scheme: wsync.WeightSyncScheme) -> wsync.WeightSyncScheme:
     scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
@@ -55,9 +53,6 @@ def test_the_death_of_a_trainer_is_noticed_although_its_child_lives(backend: Bui
                 workers[0].result()
         finally:
             os.kill(child, signal.SIGKILL)
-
-
-# --- joining ---
 
 
 def test_a_listed_worker_that_dies_before_it_connects_is_named(backend: BuiltIn) -> None:
@@ -136,9 +131,6 @@ def test_workers_connect_beside_connections_that_send_noise_or_nothing(backend: 
             connection.close()
 
 
-# --- misuse ---
-
-
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
@@ -162,9 +154,6 @@ def test_an_init_that_is_refused_has_no_effect(backend: BuiltIn, given: Any, pro
         assert len(os.listdir("/proc/self/fd")) == before
         with pytest.raises(RuntimeError):
             scheme.init_on_receiver("policy", model=Small())
-
-
-# --- children of both ends that end ---
 
 
 class ForkedPool(WorkerPool):
@@ -237,9 +226,6 @@ def test_a_childs_shutdown_does_not_disconnect_its_parent(backend: BuiltIn) -> N
         for value in range(2, 6):
             session.send(value)
             assert session.outputs() == [value]
-
-
-# --- many more workers than cores, which all connect at once ---
 
 
 WORKERS = 64

@@ -11,7 +11,7 @@ from urllib.request import urlopen
 import pytest
 import torch
 from backends import BuiltIn, SharedMemoryPublished, needs_arena
-from programs import run_python
+from programs import run_program
 from small_models import linear, make_engine, make_trained
 from torch import nn
 
@@ -119,7 +119,7 @@ def test_two_runs_in_one_store_are_seen(tmp_path: Path) -> None:
 
 
 def status(source: str | Path) -> subprocess.CompletedProcess[str]:
-    return run_python("-m", "wsync", "status", str(source), folder=Path())
+    return run_program(Path(wsync.__file__).with_name("__main__.py"), "status", str(source), folder=Path(), status=None)
 
 
 def test_the_rows_are_served_and_shown(tmp_path: Path) -> None:

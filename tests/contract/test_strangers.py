@@ -122,7 +122,7 @@ def weight_values(state: WorkerState) -> list[float]:
         return state.models["policy"].weight.flatten().tolist()
 
 
-# --- 57.6 to 57.8 ---
+# --- 57.6 to 57.8, 57.17 ---
 
 
 class Generating(nn.Linear):
@@ -194,9 +194,6 @@ def test_8_a_guard_goes_with_its_scheme() -> None:
     with wsync.SharedMemWeightSyncScheme() as healthy:
         healthy.init_in_process("policy", model, fill(nn.Linear(2, 2), 2))
         assert model(torch.ones(2)).tolist() == [6.0, 6.0]
-
-
-# --- 57.17 ---
 
 
 def test_17_a_numpy_state_dict_is_taken_or_the_error_says_how() -> None:
@@ -286,7 +283,7 @@ def test_4_an_answer_that_does_not_fit_what_was_asked_is_no_success(answer: byte
             scheme.send(fill(Small(), 2))
 
 
-# --- 59.9: calls in the wrong place ---
+# --- 59.9, 59.10: calls in the wrong place, and what the machine refuses ---
 
 
 def test_9_a_shutdown_from_another_thread_ends_a_send_that_waits(backend: BuiltIn) -> None:
@@ -355,9 +352,6 @@ def test_2_a_process_that_ends_while_its_group_is_destroyed_is_not_aborted() -> 
     assert [worker.wait(60.0) for worker in workers] == [0] * 4
 
 
-# --- 59.10: what the machine refuses ---
-
-
 def test_10_open_files_are_counted_before_workers_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = len(os.listdir("/proc/self/fd")) + 100
@@ -389,7 +383,7 @@ def test_10_a_call_that_the_machine_blocks_is_named(call: str, monkeypatch: pyte
                 connect(sender.connect, worker)
 
 
-# --- 57.1: methods enter the gate ---
+# --- 57.1: methods enter the gate; 57.5, 57.15 ---
 
 
 class Agent(nn.Module):
@@ -532,9 +526,6 @@ def test_1_a_model_that_is_never_called_through_the_gate_is_warned_of() -> None:
         scheme.send(model_of(2))
         acting.call(act)
         assert len(idle.call(never_calls_its_model)) == 1 and not acting.call(never_calls_its_model)
-
-
-# --- 57.5, 57.15 ---
 
 
 def export_while_pending(state: WorkerState) -> list[float]:

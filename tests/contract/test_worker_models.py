@@ -132,9 +132,6 @@ def test_an_update_without_extra_state_leaves_each_worker_its_own(backend: Built
         assert session.digests() == [digest(models[1])] * 3
 
 
-# --- models that cannot be carried ---
-
-
 @pytest.mark.usefixtures("group")
 def test_sharded_weights_are_refused(backend: BuiltIn) -> None:
     """By name, before anything is sent, also after updates by the fast path."""

@@ -255,9 +255,6 @@ def test_a_killed_worker_is_named_and_no_other_one_is_left(cls, where, scheme):
         assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-# --- what is returned, and how a collector is made ---
-
-
 ALL = [
     *(Collector, MultiCollector, MultiSyncCollector, MultiAsyncCollector),
     *(DistributedCollector, RPCCollector, RayCollector),
@@ -280,9 +277,6 @@ def test_statistics_of_each_worker_are_refused_unless_they_are_fixed() -> None:
         assert next(collector).numel() == 16
 
 
-# --- reports ---
-
-
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
 def test_an_update_returns_its_report(cls: Any) -> None:
     trained = Scores()
@@ -295,9 +289,6 @@ def test_an_update_returns_its_report(cls: Any) -> None:
         assert report == schemes["policy"].metrics.last
         both = collector.update_policy_weights_(weights_dict={"policy": trained, "mean": trained.mean})
         assert {name: one.version for name, one in both.items()} == {"policy": 3, "mean": 2}
-
-
-# --- signatures ---
 
 
 @pytest.mark.parametrize("cls", ALL)

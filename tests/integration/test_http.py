@@ -121,9 +121,6 @@ def test_uvicorn_serves_it() -> None:
         assert not thread.is_alive()
 
 
-# --- https ---
-
-
 @pytest.fixture
 def certificate(tmp_path: Path) -> Path:
     """A file with a self-signed certificate of 127.0.0.1, and its key."""

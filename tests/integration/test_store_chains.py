@@ -191,9 +191,6 @@ def test_a_model_that_was_changed_in_the_reader_is_no_base(tmp_path: Path) -> No
                 assert torch.equal(own.weight, model.weight)
 
 
-# --- killed at every write ---
-
-
 def die_at(step: int, folder: str) -> None:
     """Be killed by SIGKILL before this process changes anything in a folder for the ``step``-th time."""
     left = iter(range(step))
@@ -245,9 +242,6 @@ def test_a_trainer_that_is_killed_at_every_write(url: str) -> None:
     assert step > 12
     publish(url, 4, keep=1)
     assert len(names_in(url)) == 2, "what the killed trainers had left is deleted"
-
-
-# --- Hugging Face folders ---
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 20_000])

@@ -320,9 +320,6 @@ def test_what_does_not_fit_its_space_is_refused_by_name(
         env.step(TensorDict({"action": torch.zeros(env.batch_size, dtype=torch.int64)}, env.batch_size))
 
 
-# --- modules inside an environment: what they read and write, on every row ---
-
-
 ALL: list[Key] = ["observation", "action", ("next", "observation"), ("next", "reward")]
 
 
