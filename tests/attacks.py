@@ -53,7 +53,6 @@ def follow(line: Any) -> None:
 
 @pytest.fixture
 def line() -> Iterator[Any]:
-    """The pipe to a worker's process."""
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     process = context.Process(target=follow, args=(theirs,), daemon=True)

@@ -16,6 +16,7 @@ from backends import BuiltIn, DistributedGloo, SharedMemory, SharedMemoryPublish
 from small_models import TwoWeights
 from tensordict import TensorDict
 from torch import nn
+from workers_here import in_process
 
 import wsync
 from wsync.testing import WorkerError, WorkerPool, commands
@@ -254,8 +255,7 @@ def test_a_gate_that_a_task_enters_a_second_time_is_refused() -> None:
         await first
 
     model = nn.Linear(2, 2)
-    with wsync.SharedMemWeightSyncScheme() as scheme:
-        scheme.init_in_process("policy", model)
+    with in_process(model) as scheme:
         asyncio.run(both())
         scheme.send(fill(nn.Linear(2, 2), 3.0))
         assert model.weight.unique().tolist() == [3.0]

@@ -134,7 +134,6 @@ def test_contexts_with_pipes_and_models() -> None:
 
 
 def test_transports_made_from_pipes(make: Make) -> None:
-    """Transports made by `create_transport`: the first send connects."""
     pairs = [multiprocessing.Pipe() for _ in range(2)]
     models = [nn.Linear(4, 2), nn.Linear(4, 2)]
     with make() as sender, make() as first, make() as second:

@@ -31,7 +31,6 @@ def be_trainer(state: WorkerState, scheme: wsync.WeightSyncScheme) -> wsync.Weig
 
 
 def leave_a_child(state: WorkerState) -> int:
-    """Fork a child that lives on for a minute."""
     child = os.fork()
     if child == 0:
         signal.alarm(60)
@@ -157,25 +156,18 @@ def test_an_init_that_is_refused_has_no_effect(backend: BuiltIn, given: Any, pro
 
 
 class ForkedPool(WorkerPool):
-    """Workers that are forked from the test's process."""
-
     def start_workers(self, count: int) -> list[Worker]:
         return [Worker("fork") for _ in range(count)]
 
 
 def test_forked_workers(backend: BuiltIn) -> None:
-    pool = ForkedPool()
-    with pool.group(2) as workers, backend.make_scheme(timeout=30.0) as scheme:
-        model = scramble(EveryTensorKind(), 1)
-        scheme.init_on_sender("policy", model=model, num_workers=2)
-        for index, worker in enumerate(workers):
-            worker.start(commands.join, scheme, EveryTensorKind, index, "policy")
-        scheme.connect()
-        workers.results()
-        assert workers.call(commands.digest) == [digest(model)] * 2
-        scheme.send(scramble(model, 2))
-        assert workers.call(commands.digest) == [digest(model)] * 2
-        assert workers.call(commands.shutdown) == [[], []]
+    type(backend).pool = pool = ForkedPool()
+    with backend.connected(make=EveryTensorKind) as session:
+        for seed in (1, 2):
+            assert session.digests() == [digest(session.model)] * 2
+            session.scheme.send(scramble(session.model, seed))
+        assert session.digests() == [digest(session.model)] * 2
+        assert session.workers.call(commands.shutdown) == [[], []]
     pool.close()
 
 

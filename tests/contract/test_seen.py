@@ -14,6 +14,7 @@ from backends import BuiltIn, SharedMemoryPublished, needs_arena
 from programs import run_program
 from small_models import linear, make_engine, make_trained
 from torch import nn
+from workers_here import in_process
 
 import wsync
 from wsync.testing import WorkerPool, commands
@@ -124,8 +125,7 @@ def status(source: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_rows_are_served_and_shown(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
-    with wsync.SharedMemWeightSyncScheme() as scheme:
-        scheme.init_in_process("actor", linear(0), linear(1))
+    with in_process(linear(0), linear(1), "actor") as scheme:
         scheme.model(torch.zeros(2))
         server = wsync.serve_metrics(0)
         with server, urlopen(f"http://127.0.0.1:{server.server_port}/metrics") as answer:
@@ -145,8 +145,7 @@ def test_updates_are_spans_of_opentelemetry() -> None:
     provider = trace.TracerProvider()
     provider.add_span_processor(trace.export.SimpleSpanProcessor(memory))
     wsync.trace_updates(provider)
-    with wsync.SharedMemWeightSyncScheme() as scheme:
-        scheme.init_in_process("actor", linear(0), linear(1))
+    with in_process(linear(0), linear(1), "actor") as scheme:
         scheme.model(torch.zeros(2))
         report = scheme.send()
     (span,) = memory.get_finished_spans()

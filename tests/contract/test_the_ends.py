@@ -82,10 +82,6 @@ def test_the_death_of_the_trainer_is_an_error_in_the_documented_loop(loop: Path,
 # --- a worker that ends before it has connected ---
 
 
-def end_with(code: int) -> None:
-    os._exit(code)
-
-
 @contextmanager
 def connecting(*, num_workers: int = 1, **options: Any) -> Iterator[wsync.WeightSyncScheme]:
     with wsync.SharedMemWeightSyncScheme(timeout=60.0, **options) as scheme:
@@ -121,7 +117,7 @@ def test_a_worker_that_ends_before_it_connects_ends_the_wait(form: Callable[[Bas
 
 
 def test_a_process_id_is_refused_with_what_to_pass_instead() -> None:
-    with connecting() as scheme, forked(end_with, 3) as process:
+    with connecting() as scheme, forked(os._exit, 3) as process:
         pid = process.pid or 0
         if os.path.exists(f"/proc/self/fd/{pid}"):
             pytest.skip("the process id is the number of an open descriptor, too")

@@ -28,7 +28,6 @@ def folder(url: Path) -> Path:
 
 
 def newest_in(url: Path) -> int:
-    """Return the version that the manifest names last."""
     return json.loads((folder(url) / "manifest.json").read_text())["versions"][-1]["version"]
 
 

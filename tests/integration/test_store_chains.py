@@ -25,7 +25,6 @@ HF = {"shard_bytes": 4000}
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    """The URL of a bucket of a real S3 server."""
     server = pytest.importorskip("moto.server", reason="needs an S3 server and a client: pip install '.[s3-server]'")
     pytest.importorskip("s3fs", reason="needs an S3 client: pip install '.[s3]'")
     running = server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)

@@ -26,8 +26,6 @@ from wsync.weights.layout import packed
 
 
 class Loaded:
-    """An engine's weights."""
-
     def __init__(self, token: str | None = TOKEN) -> None:
         self.weights: dict[str, Tensor] = {}
         self.calls = 0

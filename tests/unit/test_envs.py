@@ -344,8 +344,6 @@ class Counter(gym.Env):
 
 
 class Judge(nn.Module):
-    """A reward model that remembers what it was given."""
-
     def __init__(self, flat: bool = False) -> None:
         super().__init__()
         self.flat = flat
