@@ -165,6 +165,12 @@ class Broken(Quiet):
         return super().step(action)
 
 
+@pytest.fixture(scope="module")
+def fork_server():
+    with multi():
+        pass  # it is there
+
+
 def explode():
     raise ArithmeticError("no such table")
 
@@ -224,10 +230,9 @@ def test_a_row_that_a_step_has_reset_is_not_a_frame(cls):
         (dict(weight_sync_schemes={"polcy": wsync.SharedMemWeightSyncScheme()}), wsync.WorkerFailed, "polcy"),
     ],
 )
+@pytest.mark.usefixtures("fork_server")
 def test_bad_arguments_are_clear_errors_and_leave_nothing(arguments, error, message):
     options = {"create_env_fn": [cartpole()] * 2, "policy": policy(), "frames_per_batch": 16, **arguments}
-    with multi():
-        pass  # the fork server is there
     gc.collect()  # closes what earlier tests have left
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     with pytest.raises(error, match=message):
