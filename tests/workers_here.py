@@ -47,10 +47,10 @@ def connect(accept: Callable[[], object], *workers: wsync.WeightSyncScheme) -> N
 @contextmanager
 def both_ends(
     source: nn.Module, *, kind: Any = wsync.SharedMemWeightSyncScheme, near: bool = True, model: Any = None,
-    load: Callable[..., None] | None = None, **options: Any,
+    load: Callable[..., None] | None = None, timeout: float = TIMEOUT, **options: Any,
 ) -> Iterator[tuple[Any, Any]]:  # fmt: skip
     """A sender of ``source``, a scheme with these ``options``, and its one worker; they are connected."""
-    with kind(**{"timeout": TIMEOUT, **options}) as sender:
+    with kind(timeout=timeout, **options) as sender:
         sender.init_on_sender("policy", model=source, num_workers=1)
         with make_worker(sender, 0, near=near, model=model, load=load) as worker:
             connect(sender.connect, worker)
@@ -62,7 +62,7 @@ def in_process(
     model: nn.Module, source: Any = None, model_id: str = "policy", **options: Any
 ) -> Iterator[wsync.WeightSyncScheme]:
     """A scheme whose sender and only worker, with this model, are in this process."""
-    with wsync.SharedMemWeightSyncScheme(**{"timeout": TIMEOUT, **options}) as scheme:
+    with wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT, **options) as scheme:
         scheme.init_in_process(model_id, model, source)
         yield scheme
 

@@ -246,7 +246,7 @@ def test_3_an_address_of_another_run_is_none_of_this_one(monkeypatch: pytest.Mon
         connecting.start()
         for run in ("two", "one"):
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
-            worker = stack.enter_context(wsync.DistributedWeightSyncScheme(timeout=3.0 if run == "two" else 20.0))
+            worker = stack.enter_context(wsync.DistributedWeightSyncScheme(timeout=1.0 if run == "two" else 20.0))
             worker.init_on_receiver("policy", model=model_of(0), worker_idx=0)
             with pytest.raises(wsync.SyncTimeout) if run == "two" else nullcontext():
                 worker.connect()
