@@ -180,6 +180,7 @@ def fit_with_lightning(model: nn.Module, scheme: wsync.WeightSyncScheme, every: 
 
 
 def fit_with_transformers(model: nn.Module, scheme: wsync.WeightSyncScheme, every: int) -> Callable[[], None]:
+    library("accelerate")  # its Trainer needs that
     transformers = library("transformers")
     from wsync.integrations.transformers import WsyncCallback
 
