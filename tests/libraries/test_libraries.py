@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow
 
 
 def library(name: str) -> Any:
-    return pytest.importorskip(name, reason=f"needs {name.split('.')[0]}: make libraries", exc_type=ImportError)
+    return pytest.importorskip(name, reason=f"needs {name}: make libraries", exc_type=ImportError)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
