@@ -1,7 +1,5 @@
 """A server for an ASGI application in a thread."""
 
-from __future__ import annotations
-
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator

@@ -4,8 +4,6 @@ It knows how gloo's connections begin (a number of 8 bytes) and how a transfer i
 how a process joins ``wsync``. Run with ``python attacker.py``; it reads an end of file, and prints what it has got.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -3,8 +3,6 @@
 The attacker connects to every port that it finds: `integration/test_network.py` runs these in their own network.
 """
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import subprocess
@@ -55,7 +53,6 @@ def follow(line: Any) -> None:
 
 @pytest.fixture
 def line() -> Iterator[Any]:
-    """The pipe to a worker's process."""
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe()
     process = context.Process(target=follow, args=(theirs,), daemon=True)

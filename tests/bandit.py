@@ -1,7 +1,5 @@
 """Small learners, and experience of a bandit for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeVar
 

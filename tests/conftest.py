@@ -1,6 +1,7 @@
 """For all tests: threads, the fork server, signals, fuzzing, and which process runs which tests."""
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -35,6 +36,13 @@ forkserver.set_forkserver_preload(PRELOADED_MODULES)  # one server starts all wo
 
 OWN_CLUSTERS = "tests/cluster/test_launch_ray"
 """The file of tests that start their own Ray clusters."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imports_are_no_garbage() -> None:
+    """A collection, for which many tests ask, looks only at what they have made: at no object of an import."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """A backend of a user's own: each worker's weights are a file."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any, ClassVar

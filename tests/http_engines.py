@@ -1,7 +1,5 @@
 """Engines for tests over HTTP: commands that serve them in workers' processes, and a trainer."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

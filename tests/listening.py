@@ -1,7 +1,5 @@
 """Where a process can be reached."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 So are the processes that the program starts.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import multiprocessing.context
 import os

@@ -1,7 +1,5 @@
 """A worker that speaks by raw bytes, so that it can say what no worker of ``wsync`` would."""
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import json

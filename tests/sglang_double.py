@@ -12,8 +12,6 @@
 ``/v1/models``                 ``http_server.py``, ``available_models``
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Models of several tests: workers import them by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

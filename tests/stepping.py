@@ -12,8 +12,6 @@ STEPS = 8  # of a batch
 
 
 class Quiet(gymnasium.Env):
-    """Nothing happens."""
-
     observation_space: gymnasium.Space = gymnasium.spaces.Box(-1, 1, (4,), np.float32)
     action_space: gymnasium.Space = gymnasium.spaces.Discrete(2)
 
@@ -29,8 +27,6 @@ class Quiet(gymnasium.Env):
 
 
 class Counted(Quiet):
-    """Writes a byte into a pipe in each step."""
-
     def __init__(self, path: str) -> None:
         self.pipe = os.open(path, os.O_WRONLY)
 

@@ -1,7 +1,5 @@
 """Both ends of a store in this process, for the model ``"policy"``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

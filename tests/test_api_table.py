@@ -1,7 +1,5 @@
 """The tables of ``docs/api.md`` and ``docs/migrate.md``: names are imported and have the arguments, and tests exist."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

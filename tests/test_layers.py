@@ -1,7 +1,5 @@
 """Which package may import which, and the graph of the files of ``wsync``: checked by reading every import."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator, Mapping
 from functools import cache

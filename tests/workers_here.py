@@ -1,10 +1,9 @@
 """Trainer and workers of a scheme in one process."""
 
-from __future__ import annotations
-
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -43,6 +42,29 @@ def connect(accept: Callable[[], object], *workers: wsync.WeightSyncScheme) -> N
     accept()
     for thread in connecting:
         thread.join()
+
+
+@contextmanager
+def both_ends(
+    source: nn.Module, *, kind: Any = wsync.SharedMemWeightSyncScheme, near: bool = True, model: Any = None,
+    load: Callable[..., None] | None = None, timeout: float = TIMEOUT, **options: Any,
+) -> Iterator[tuple[Any, Any]]:  # fmt: skip
+    """A sender of ``source``, a scheme with these ``options``, and its one worker; they are connected."""
+    with kind(timeout=timeout, **options) as sender:
+        sender.init_on_sender("policy", model=source, num_workers=1)
+        with make_worker(sender, 0, near=near, model=model, load=load) as worker:
+            connect(sender.connect, worker)
+            yield sender, worker
+
+
+@contextmanager
+def in_process(
+    model: nn.Module, source: Any = None, model_id: str = "policy", **options: Any
+) -> Iterator[wsync.WeightSyncScheme]:
+    """A scheme whose sender and only worker, with this model, are in this process."""
+    with wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT, **options) as scheme:
+        scheme.init_in_process(model_id, model, source)
+        yield scheme
 
 
 def weights_of(worker: wsync.WeightSyncScheme) -> list[float]:

@@ -1,7 +1,5 @@
 """The outcomes of the cells as a table of a page: faults by backends, with the times to detect and to recover."""
 
-from __future__ import annotations
-
 import time
 import traceback
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Every fault runs once against each backend; ``--reliability PATH`` writes down the outcomes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from importlib import import_module

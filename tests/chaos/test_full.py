@@ -3,8 +3,6 @@
 The kernel refuses memory files beyond ``RLIMIT_FSIZE`` as it refuses them where memory is full, and needs no root.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A worker is killed, at every moment of an update, or stopped: the error names it, and the others have the update."""
 
-from __future__ import annotations
-
 import os
 import random
 import threading

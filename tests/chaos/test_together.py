@@ -1,7 +1,5 @@
 """Two models at once (``wsync.synchronize``): whatever fails, no worker has one of them without the other."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """The trainer is killed: its workers end, and nothing is left of either."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -3,8 +3,6 @@
 Its workers wait for weights without a limit, and write to FOLDER what ``receive`` raises when it is gone.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -1,7 +1,5 @@
 """One Ray cluster for the tests of all files."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

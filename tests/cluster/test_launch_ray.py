@@ -1,7 +1,5 @@
 """Programs that have a Ray of their own: ``scripts/launch_ray.sh``, ``train.py``, and what ``ray.shutdown`` ends."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -70,9 +68,6 @@ def test_a_run_with_the_token_joins_and_one_without_is_refused(tmp_path: Path, e
     assert done.returncode == 1 and "no authentication token was found" in done.stderr
 
 
-# --- a signal stops train.py as it stops all others, whatever Ray does with signals ---
-
-
 def test_a_signal_stops_it_cleanly(tmp_path: Path, long_path: Path) -> None:
     """SIGTERM, for which Ray installs a handler of its own in C++ unless it is prevented."""
     options = ["weight_sync=ray", "logger=none", "total_frames=100_000_000", "stop_when_solved=false", "num_workers=1"]
@@ -89,9 +84,6 @@ def test_a_signal_stops_it_cleanly(tmp_path: Path, long_path: Path) -> None:
     assert "Interrupted" in out and "Traceback" not in err
     told = json.loads((tmp_path / "summary.json").read_text())
     assert told["status"] == "interrupted" and (tmp_path / "checkpoint.pt").exists()
-
-
-# --- ray.shutdown while schemes, collectors and transforms live ---
 
 
 def actor() -> Any:

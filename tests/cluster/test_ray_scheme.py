@@ -1,7 +1,5 @@
 """Ray actors of the user's own: the sender has them join, on one node or several, and says what is wrong."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import time

@@ -1,7 +1,5 @@
 """A module in a Ray actor inside environments, here and in worker processes; what is updated, dies, and is left."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Collectors that reach their workers over TCP, RPC or Ray: what every one of them promises, and what is its own."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -155,9 +153,6 @@ def test_a_killed_worker_is_named_by_the_update_and_no_other_one_is_left(family)
     assert all(ends(pid) for pid in workers)
 
 
-# --- workers that come back ---
-
-
 def by_worker(batch) -> list[int]:
     """The processes of a synchronous batch, by worker."""
     return [int(pid) for pid in batch["observation"].flatten().unique_consecutive().tolist()]
@@ -194,8 +189,6 @@ def test_restart_of_workers_that_cannot_be_restarted_is_refused():
     with pytest.raises(ValueError, match="workers that join"):
         collect_with("tcp", on_worker_failure="restart", launcher="join")
 
-
-# --- the end of the trainer ---
 
 SCRIPT = """
 import os, sys, torch
@@ -259,9 +252,6 @@ def test_workers_end_with_a_trainer_that(how, family, tmp_path, short_path):
     assert [name for name in os.listdir(short_path) if not name.startswith("pymp-")] == []
 
 
-# --- TCP ---
-
-
 class Starter(logging.Handler):
     """Starts workers, and one with a wrong key, as soon as the trainer says where it listens."""
 
@@ -306,9 +296,6 @@ def test_workers_that_others_start_join(caplog, monkeypatch):
             assert chosen(batch) == 0.0 and batch["policy_version"].unique().tolist() == [2]
         assert [worker.wait(10) for worker in starter.workers] == [0, 0]
         assert "key" in starter.refused.communicate(timeout=60)[1] and starter.refused.returncode
-
-
-# --- Ray ---
 
 
 @pytest.mark.timeout(30)

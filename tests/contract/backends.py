@@ -1,7 +1,5 @@
 """The built-in backends and their variants, with what the contract suite asks of them."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

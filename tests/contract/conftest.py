@@ -1,7 +1,5 @@
 """Fixtures of the tests that all built-in backends share beside the contract suite."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

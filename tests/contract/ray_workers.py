@@ -1,7 +1,5 @@
 """Ray actors as workers, in a cluster that the test run starts once."""
 
-from __future__ import annotations
-
 import os
 import select
 import signal

@@ -1,7 +1,5 @@
 """The contract suite (``wsync.testing``) for every registered backend."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from backends import (

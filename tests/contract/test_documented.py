@@ -1,7 +1,5 @@
 """Behaviour that the reference documents name and that no other test holds: see ``docs/api.md``."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import os
@@ -15,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backends import BuiltIn, SharedMemory, needs_arena
+from backends import BuiltIn, Multiprocess, SharedMemory, needs_arena
 from rpc_workers import Rpc
 from tensordict import TensorDict
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +29,6 @@ REQUIRED = inspect.Parameter.empty
 
 
 def properties(state: WorkerState, model_id: str) -> tuple[Any, ...]:
-    """What a receiver answers."""
     scheme = state.schemes[model_id]
     assert isinstance(scheme.receiver_transport, wsync.TransportBackend) and scheme.model is state.models[model_id]
     given = scheme.model_id, scheme.worker_idx, scheme.context, scheme.sender_transports, scheme.shared_transport
@@ -50,7 +47,6 @@ def initialise_with(state: WorkerState, scheme: wsync.WeightSyncScheme, worker_i
 
 
 def apply(state: WorkerState, value: float, inplace: bool) -> list[float]:
-    """``apply_weights`` of the worker's scheme."""
     state.schemes["policy"].apply_weights({"weight": torch.full((4,), value)}, inplace=inplace)
     return state.models["policy"]().tolist()
 
@@ -91,8 +87,6 @@ def test_init_communicates_nothing_and_the_scheme_can_be_pickled_after_it(backen
 
 
 class TensorOperations(TorchDispatchMode):
-    """Records the operations on tensors that this thread runs."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
@@ -111,11 +105,13 @@ def test_init_on_the_sender_copies_no_weights(backend: BuiltIn, form: str) -> No
         assert [name for name in operations.names if "detach" not in name] == []
 
 
-def join_as(state: WorkerState, scheme: wsync.WeightSyncScheme, given: int | None, index: int) -> int | None:
+def join_as(
+    state: WorkerState, scheme: wsync.WeightSyncScheme, given: int | None, index: int, connect: str = "connect"
+) -> int | None:
     """Initialise with one index or none, and connect with another; returns the index that the scheme has."""
     state.schemes["policy"], state.models["policy"] = scheme, Small()
     scheme.init_on_receiver("policy", model=state.models["policy"], worker_idx=given)
-    scheme.connect(worker_idx=index)
+    getattr(scheme, connect)(worker_idx=index)
     return scheme.worker_idx
 
 
@@ -193,15 +189,10 @@ class Mapped:
 @pytest.mark.parametrize("as_module", [False, True])
 def test_weights_mapped_for_a_worker_are_made_when_they_are_sent(pool: WorkerPool, as_module: bool) -> None:
     mapped = Mapped(as_module)
-    with pool.group(3) as workers, wsync.MultiProcessWeightSyncScheme("state_dict", timeout=TIMEOUT) as scheme:
-        scheme.init_on_sender("policy", model=fill(Small(), 1), device_map_fn=mapped, num_workers=3)
-        assert mapped.made == []
-        for worker_idx, worker in enumerate(workers):
-            worker.start(commands.join, scheme, Small, worker_idx, "policy")
-        scheme.connect()
-        workers.results()
-        assert [output[0] for output in workers.call(commands.output)] == [1, 2, 3]
-        scheme.send()
+    Multiprocess.pool, init = pool, {"model": fill(Small(), 1), "device_map_fn": mapped}
+    with Multiprocess().connected(3, init=init, strategy="state_dict") as session:
+        assert session.outputs() == [1, 2, 3]
+        session.scheme.send()
         assert len(mapped.made) == 6 and all(made() is None for made in mapped.made)
         assert mapped.alive == [0] * 6  # one worker's at a time
 
@@ -227,24 +218,15 @@ def test_devices_say_how_many_workers_there_are() -> None:
         assert scheme.num_workers == 3
 
 
-def join_by_the_older_name(state: WorkerState, scheme: wsync.WeightSyncScheme) -> float:
-    """``synchronize_weights`` in place of ``connect``."""
-    state.schemes["policy"], state.models["policy"] = scheme, Small()
-    scheme.init_on_receiver("policy", model=state.models["policy"])
-    scheme.synchronize_weights(worker_idx=0)
-    return commands.output(state)[0]
-
-
 def test_synchronize_weights_connects(backend: BuiltIn) -> None:
     with backend.workers(1) as workers, backend.make_scheme(timeout=TIMEOUT) as scheme:
         scheme.init_on_sender("policy", num_workers=1)
-        workers[0].start(join_by_the_older_name, scheme)
+        workers[0].start(join_as, scheme, None, 0, "synchronize_weights")
         scheme.synchronize_weights(weights=fill(Small(), 4))
-        assert workers[0].result() == 4
+        assert (workers[0].result(), workers[0].call(commands.output)[0]) == (0, 4)
 
 
 def memory_files() -> set[str]:
-    """The memory files of wsync that this process has open."""
     links = {os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
     return {link for link in links if link.startswith("/memfd:wsync")}
 
@@ -268,9 +250,6 @@ def test_shutdown_closes_memory_without_the_garbage_collector(backend: BuiltIn) 
 def shared(pool: WorkerPool) -> SharedMemory:
     SharedMemory.pool = pool
     return SharedMemory()
-
-
-# --- buffers and slots ---
 
 
 def test_without_auto_register_buffers_have_to_be_registered(shared: SharedMemory) -> None:
@@ -306,9 +285,6 @@ def test_slots_per_worker(shared: SharedMemory) -> None:
             assert session.outputs() == [value, value * 10]
         session.send(3)
         assert session.outputs() == [3, 3]
-
-
-# --- forwards and slots ---
 
 
 @pytest.mark.parametrize("action", ["shutdown", "receive", "connect"])

@@ -1,7 +1,5 @@
 """Transports, as the reference documents describe them: see ``docs/api.md``."""
 
-from __future__ import annotations
-
 import multiprocessing
 import queue
 import threading
@@ -25,7 +23,6 @@ from wsync.testing.models import Small, fill
 
 
 def receive_nothing(state: WorkerState) -> list[Any]:
-    """Receive by the scheme's transport, before anything is sent."""
     transport = state.schemes["policy"].receiver_transport
     assert isinstance(transport, wsync.TransportBackend)
     return [transport.receive_weights(timeout=0.02, strategy=wsync.WeightStrategy()) for _ in range(3)]

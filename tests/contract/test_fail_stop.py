@@ -1,7 +1,5 @@
 """What happens at the edges, once for all: one test for each row of the table that heads ``docs/reliability.md``."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -19,13 +17,12 @@ from backends import BuiltIn, DistributedGloo, SharedMemory, SharedMemoryPublish
 from small_models import TwoWeights
 from tensordict import TensorDict
 from torch import nn
+from workers_here import in_process
 
 import wsync
 from wsync.testing import WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import Small, fill
-
-# --- Ctrl-C, or any exception of a signal handler, in a call ---
 
 
 class Interrupted(Exception):
@@ -101,9 +98,6 @@ def test_an_interrupted_receive_ends_with_the_exception_of_the_handler(backend: 
         assert session.workers[0].call(commands.receive, 20.0) is not None and session.outputs() == [2]
 
 
-# --- fork ---
-
-
 def in_child(calls: dict[str, Callable[[], object]]) -> dict[str, str]:
     """What each call raises in a forked child; "returned" if it raises nothing, and no entry if it hangs."""
     reading, writing = os.pipe()
@@ -161,9 +155,6 @@ def test_every_end_of_the_parent_raises_in_a_child(backend: BuiltIn) -> None:
         assert session.outputs() == [3, 3]
 
 
-# --- a worker disconnected but alive ---
-
-
 def test_a_worker_that_was_disconnected_alive_harms_no_other_and_is_not_torn(backend: BuiltIn) -> None:
     with backend.connected(2, make=TwoWeights) as session:
         session.send(2)
@@ -182,9 +173,6 @@ def test_a_worker_that_was_disconnected_alive_harms_no_other_and_is_not_torn(bac
         session.workers[1].result()
         session.send(9)
         assert session.outputs() == [9, 9]
-
-
-# --- the model changed its structure ---
 
 
 def change_structure(state: WorkerState, size: int) -> None:
@@ -208,9 +196,6 @@ def test_a_worker_whose_model_changed_its_structure_fails_at_each_forward_until_
         session.workers[1].call(change_structure, 4)
         session.update(6)
         assert session.outputs() == [6, 6]
-
-
-# --- a receive that failed half-way ---
 
 
 def cut_group(state: WorkerState) -> None:
@@ -241,9 +226,6 @@ def test_a_receive_that_failed_half_way_ends_the_session_and_the_worker_connects
         assert session.outputs() == [4, 4]
 
 
-# --- shared-memory weights given by the user ---
-
-
 def test_registered_weights_are_the_source_of_every_send_and_lie_in_the_published_buffers(pool: WorkerPool) -> None:
     SharedMemory.pool = pool
     weights = TensorDict({"weight": torch.ones(4)})
@@ -256,9 +238,6 @@ def test_registered_weights_are_the_source_of_every_send_and_lie_in_the_publishe
             assert session.outputs() == [value]
         session.send(4)
         assert session.outputs() == [4] and weights["weight"].tolist() == [4.0] * 4
-
-
-# --- a gate held across await ---
 
 
 def test_a_gate_that_a_task_enters_a_second_time_is_refused() -> None:
@@ -277,8 +256,7 @@ def test_a_gate_that_a_task_enters_a_second_time_is_refused() -> None:
         await first
 
     model = nn.Linear(2, 2)
-    with wsync.SharedMemWeightSyncScheme() as scheme:
-        scheme.init_in_process("policy", model)
+    with in_process(model) as scheme:
         asyncio.run(both())
         scheme.send(fill(nn.Linear(2, 2), 3.0))
         assert model.weight.unique().tolist() == [3.0]

@@ -1,7 +1,5 @@
 """What ``send_weights`` of a user's own transport raises, and what the trainer is told."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

@@ -1,12 +1,6 @@
 """Models on a GPU at both ends. Skipped where there is none."""
 
-from __future__ import annotations
-
 import gc
-import pickle
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,6 +8,7 @@ import torch
 from backends import Cuda, DistributedNccl
 from rpc_workers import RpcNccl
 from torch import Tensor, nn
+from workers_here import both_ends
 
 import wsync
 from wsync.testing import BackendContract, BackendHooks
@@ -35,8 +30,6 @@ def test_updates_between_gpus(backend: BackendHooks) -> None:
 
 
 class OnOneGpu(BackendHooks):
-    """More tests of backends that keep weights on GPUs."""
-
     def test_models_on_the_gpu(self) -> None:
         test_updates_between_gpus(self)
 
@@ -46,8 +39,6 @@ class TestCuda(Cuda, OnOneGpu, BackendContract):
 
 
 class TestNccl(DistributedNccl, OnOneGpu, BackendContract):
-    """The same over NCCL."""
-
     def test_no_watchdog_can_end_the_process(self) -> None:
         with self.connected(1):
             threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
@@ -71,23 +62,9 @@ class Slow(nn.Module):
         return torch.cat([first, self.second])
 
 
-@contextmanager
-def both_ends(sent: nn.Module, received: nn.Module) -> Iterator[wsync.WeightSyncScheme]:
-    """A sender with one worker, both in this process."""
-    with wsync.MultiProcessWeightSyncScheme(timeout=TIMEOUT) as sender:
-        sender.init_on_sender("policy", model=sent, num_workers=1)
-        with pickle.loads(pickle.dumps(sender)) as worker:
-            worker.init_on_receiver("policy", model=received, worker_idx=0)
-            connecting = threading.Thread(target=worker.connect)
-            connecting.start()
-            sender.connect()
-            connecting.join()
-            yield sender
-
-
 def test_an_update_waits_for_the_kernels_of_a_forward_on_any_stream() -> None:
     sent, received = Slow(1.0).cuda(), Slow(0.0).cuda()
-    with both_ends(sent, received) as sender, torch.no_grad():
+    with both_ends(sent, model=received, kind=wsync.MultiProcessWeightSyncScheme) as (sender, _), torch.no_grad():
         received()
         for value in (2.0, 3.0):
             with torch.cuda.stream(torch.cuda.Stream()):
@@ -101,7 +78,7 @@ def test_an_update_waits_for_the_kernels_of_a_forward_on_any_stream() -> None:
 def test_memory_of_ended_schemes_can_be_used_again() -> None:
     for value in range(20):
         sent, received = fill(on_gpu(), value), fill(on_gpu(), -1)
-        with both_ends(sent, received) as sender:
+        with both_ends(sent, model=received, kind=wsync.MultiProcessWeightSyncScheme) as (sender, _):
             sender.send()
             assert all((parameter == value).all() for parameter in received.parameters())
         gc.collect()

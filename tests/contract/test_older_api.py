@@ -1,7 +1,5 @@
 """The older names: senders and receivers, and pipes in place of a pickled scheme and a ``connect``."""
 
-from __future__ import annotations
-
 import multiprocessing
 import pickle
 import threading
@@ -136,7 +134,6 @@ def test_contexts_with_pipes_and_models() -> None:
 
 
 def test_transports_made_from_pipes(make: Make) -> None:
-    """Transports made by `create_transport`: the first send connects."""
     pairs = [multiprocessing.Pipe() for _ in range(2)]
     models = [nn.Linear(4, 2), nn.Linear(4, 2)]
     with make() as sender, make() as first, make() as second:

@@ -1,15 +1,11 @@
 """Two calls at once, or one after the other: what the first has begun does not harm the second."""
 
-from __future__ import annotations
-
 import subprocess
 import threading
 import time
 from contextlib import suppress
-from types import SimpleNamespace
 
 import pytest
-import torch
 from asgi_server import serve
 from backends import BuiltIn, DistributedInline
 from test_fail_stop import interrupted_after
@@ -20,7 +16,7 @@ from workers_here import model_of
 import wsync
 from wsync.testing import WorkerPool, commands
 from wsync.testing.commands import WorkerState
-from wsync.testing.models import Small, fill, make_large
+from wsync.testing.models import Small, WithExtraState, make_large
 
 
 def forward_until(state: WorkerState, version: int) -> None:
@@ -86,24 +82,6 @@ def test_shutdown_ends_the_search_for_a_sender() -> None:
     assert time.monotonic() - started < 10.0
 
 
-class Refusing(nn.Linear):
-    """It refuses one extra state."""
-
-    def __init__(self) -> None:
-        super().__init__(2, 1)
-        self.state = "taken"
-
-    def get_extra_state(self) -> str:
-        return self.state
-
-    def set_extra_state(self, state: str) -> None:
-        if state == "refused":
-            raise ArithmeticError("refused")
-
-    def forward(self) -> torch.Tensor:
-        return self.weight
-
-
 def hold_gate(state: WorkerState, seconds: float) -> list[float]:
     with wsync.gate():
         time.sleep(seconds)  # the gate is held that long
@@ -111,15 +89,15 @@ def hold_gate(state: WorkerState, seconds: float) -> list[float]:
 
 
 def test_a_version_that_is_reported_as_missing_is_never_installed(backend: BuiltIn) -> None:
-    with backend.connected(1, Refusing) as session:
+    with backend.connected(1, WithExtraState) as session:
         session.workers[0].start(hold_gate, 0.5)
         session.post(2)
-        session.model.state = "refused"
+        session.model.state = "refuse"
         session.post(3)
         with pytest.raises(wsync.WorkerFailed, match="refused"):
             session.scheme.wait_async()
         assert session.workers[0].result()[0] == session.outputs()[0]
-        session.model.state = "taken"
+        session.model.state = "accepted"
         session.update(4)
         assert session.outputs() == [4]
 
@@ -131,12 +109,3 @@ def test_an_engine_that_was_disconnected_is_not_missed() -> None:
         scheme.connect()
         scheme.disconnect(0)
         assert [*scheme.send(model_of(2)).workers] == [1]
-
-
-def test_who_acts_decides_anew_when_a_scheme_is_used_again() -> None:
-    acting = SimpleNamespace(remote_workers=[SimpleNamespace(worker_idx=0, sentinel=-1)])
-    scheme = wsync.SharedMemWeightSyncScheme()
-    for context, acknowledges in ((acting, False), (None, True)):
-        with scheme:
-            scheme.init_on_sender("policy", context, num_workers=1, model=fill(Small(), 1))
-            assert scheme.acknowledges is acknowledges

@@ -1,7 +1,5 @@
 """Other processes: forked workers and children, workers that a context lists, other connections."""
 
-from __future__ import annotations
-
 import gc
 import multiprocessing
 import os
@@ -25,8 +23,6 @@ from wsync.testing import Worker, WorkerPool, commands
 from wsync.testing.commands import WorkerState
 from wsync.testing.models import EveryTensorKind, Small, digest, fill, scramble
 
-# --- forks ---
-
 
 def be_trainer(state: WorkerState, scheme: wsync.WeightSyncScheme) -> wsync.WeightSyncScheme:
     scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
@@ -35,7 +31,6 @@ def be_trainer(state: WorkerState, scheme: wsync.WeightSyncScheme) -> wsync.Weig
 
 
 def leave_a_child(state: WorkerState) -> int:
-    """Fork a child that lives on for a minute."""
     child = os.fork()
     if child == 0:
         signal.alarm(60)
@@ -57,9 +52,6 @@ def test_the_death_of_a_trainer_is_noticed_although_its_child_lives(backend: Bui
                 workers[0].result()
         finally:
             os.kill(child, signal.SIGKILL)
-
-
-# --- joining ---
 
 
 def test_a_listed_worker_that_dies_before_it_connects_is_named(backend: BuiltIn) -> None:
@@ -138,9 +130,6 @@ def test_workers_connect_beside_connections_that_send_noise_or_nothing(backend: 
             connection.close()
 
 
-# --- misuse ---
-
-
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
@@ -166,29 +155,19 @@ def test_an_init_that_is_refused_has_no_effect(backend: BuiltIn, given: Any, pro
             scheme.init_on_receiver("policy", model=Small())
 
 
-# --- children of both ends that end ---
-
-
 class ForkedPool(WorkerPool):
-    """Workers that are forked from the test's process."""
-
     def start_workers(self, count: int) -> list[Worker]:
         return [Worker("fork") for _ in range(count)]
 
 
 def test_forked_workers(backend: BuiltIn) -> None:
-    pool = ForkedPool()
-    with pool.group(2) as workers, backend.make_scheme(timeout=30.0) as scheme:
-        model = scramble(EveryTensorKind(), 1)
-        scheme.init_on_sender("policy", model=model, num_workers=2)
-        for index, worker in enumerate(workers):
-            worker.start(commands.join, scheme, EveryTensorKind, index, "policy")
-        scheme.connect()
-        workers.results()
-        assert workers.call(commands.digest) == [digest(model)] * 2
-        scheme.send(scramble(model, 2))
-        assert workers.call(commands.digest) == [digest(model)] * 2
-        assert workers.call(commands.shutdown) == [[], []]
+    type(backend).pool = pool = ForkedPool()
+    with backend.connected(make=EveryTensorKind) as session:
+        for seed in (1, 2):
+            assert session.digests() == [digest(session.model)] * 2
+            session.scheme.send(scramble(session.model, seed))
+        assert session.digests() == [digest(session.model)] * 2
+        assert session.workers.call(commands.shutdown) == [[], []]
     pool.close()
 
 
@@ -239,9 +218,6 @@ def test_a_childs_shutdown_does_not_disconnect_its_parent(backend: BuiltIn) -> N
         for value in range(2, 6):
             session.send(value)
             assert session.outputs() == [value]
-
-
-# --- many more workers than cores, which all connect at once ---
 
 
 WORKERS = 64

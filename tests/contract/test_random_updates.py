@@ -1,7 +1,5 @@
 """Calling forms and updates of every kind, in random order and in alternation."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

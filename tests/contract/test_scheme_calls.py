@@ -1,7 +1,5 @@
 """What the calls of every scheme take and refuse: the library's part, whatever the backend."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 from functools import partial

@@ -1,7 +1,5 @@
 """``ledger`` and ``verify``: which version is where, and is it the right one? What users have reported is planted."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os
@@ -15,9 +13,10 @@ from urllib.request import urlopen
 import pytest
 import torch
 from backends import BuiltIn, SharedMemoryPublished, needs_arena
-from programs import run_python
+from programs import run_program
 from small_models import linear, make_engine, make_trained
 from torch import nn
+from workers_here import in_process
 
 import wsync
 from wsync.testing import WorkerPool, commands
@@ -123,13 +122,12 @@ def test_two_runs_in_one_store_are_seen(tmp_path: Path) -> None:
 
 
 def status(source: str | Path) -> subprocess.CompletedProcess[str]:
-    return run_python("-m", "wsync", "status", str(source), folder=Path())
+    return run_program(Path(wsync.__file__).with_name("__main__.py"), "status", str(source), folder=Path(), status=None)
 
 
 def test_the_rows_are_served_and_shown(tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client")
-    with wsync.SharedMemWeightSyncScheme() as scheme:
-        scheme.init_in_process("actor", linear(0), linear(1))
+    with in_process(linear(0), linear(1), "actor") as scheme:
         scheme.model(torch.zeros(2))
         server = wsync.serve_metrics(0)
         with server, urlopen(f"http://127.0.0.1:{server.server_port}/metrics") as answer:
@@ -158,8 +156,7 @@ def test_updates_are_spans_of_opentelemetry() -> None:
     provider = trace.TracerProvider()
     provider.add_span_processor(trace.export.SimpleSpanProcessor(memory))
     wsync.trace_updates(provider)
-    with wsync.SharedMemWeightSyncScheme() as scheme:
-        scheme.init_in_process("actor", linear(0), linear(1))
+    with in_process(linear(0), linear(1), "actor") as scheme:
         scheme.model(torch.zeros(2))
         report = scheme.send()
     (span,) = memory.get_finished_spans()

@@ -1,7 +1,5 @@
 """What strangers hit in ``wsync``: one test for each point of issues 57 and 59, by the input that they gave."""
 
-from __future__ import annotations
-
 import ipaddress
 import multiprocessing
 import os
@@ -26,10 +24,11 @@ import pytest
 import torch
 from asgi_server import serve
 from backends import BuiltIn, SharedMemoryPublished, needs_arena
+from programs import run_python
 from tensordict import TensorDict
 from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from workers_here import connect, make_worker, model_of
+from workers_here import both_ends, in_process, make_worker, model_of
 
 import wsync
 from wsync.control import ChannelListener, connect_channel
@@ -124,7 +123,7 @@ def weight_values(state: WorkerState) -> list[float]:
         return state.models["policy"].weight.flatten().tolist()
 
 
-# --- 57.6 to 57.8 ---
+# --- 57.6 to 57.8, 57.17 ---
 
 
 class Generating(nn.Linear):
@@ -152,8 +151,7 @@ def test_7_the_names_of_wrappers_are_stripped_at_any_depth_on_both_ends(outer: A
         return outer(parts) if wrap else nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
 
     source, model = net(wrap=wrapped), net(wrap=not wrapped)
-    with wsync.SharedMemWeightSyncScheme() as scheme:
-        scheme.init_in_process("policy", model, fill(source, 3))
+    with in_process(model, fill(source, 3)) as scheme:
         for value, weights in ((3.0, None), (4.0, source), (5.0, net(wrap=wrapped))):
             scheme.send(weights if weights is None else fill(weights, value))
             assert {parameter.unique().item() for parameter in model.parameters()} == {value}
@@ -184,27 +182,18 @@ def test_8_a_guard_goes_with_its_scheme() -> None:
         next(iter(pairs))
         raise ArithmeticError("no memory")
 
-    with ExitStack() as stack:
-        sender = stack.enter_context(wsync.SharedMemWeightSyncScheme(timeout=20.0))
-        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
-        worker = stack.enter_context(make_worker(sender, 0, load=load))
-        with pytest.raises(wsync.WeightSyncError):
-            connect(sender.connect, worker)
-    model = nn.Linear(2, 2)
-    with wsync.gate(), wsync.SharedMemWeightSyncScheme() as healthy:
+    with pytest.raises(wsync.WeightSyncError), both_ends(model_of(1), load=load):
         pass
-    with wsync.SharedMemWeightSyncScheme() as healthy:
-        healthy.init_in_process("policy", model, fill(nn.Linear(2, 2), 2))
+    model = nn.Linear(2, 2)
+    with wsync.gate(), wsync.SharedMemWeightSyncScheme():
+        pass
+    with in_process(model, fill(nn.Linear(2, 2), 2)):
         assert model(torch.ones(2)).tolist() == [6.0, 6.0]
-
-
-# --- 57.17 ---
 
 
 def test_17_a_numpy_state_dict_is_taken_or_the_error_says_how() -> None:
     model, arrays = nn.Linear(2, 2), {"weight": torch.ones(2, 2).numpy(), "bias": torch.ones(2).numpy()}
-    with wsync.SharedMemWeightSyncScheme() as scheme:
-        scheme.init_in_process("policy", model)
+    with in_process(model) as scheme:
         try:
             scheme.send(arrays)
         except (TypeError, ValueError, wsync.WeightSyncError) as error:
@@ -217,8 +206,6 @@ def test_17_a_numpy_state_dict_is_taken_or_the_error_says_how() -> None:
 
 
 class Noting:
-    """A user's store that remembers what was set."""
-
     def __init__(self, store: TCPStore) -> None:
         self.store, self.keys = store, list[str]()
 
@@ -259,7 +246,7 @@ def test_3_an_address_of_another_run_is_none_of_this_one(monkeypatch: pytest.Mon
         connecting.start()
         for run in ("two", "one"):
             monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
-            worker = stack.enter_context(wsync.DistributedWeightSyncScheme(timeout=3.0 if run == "two" else 20.0))
+            worker = stack.enter_context(wsync.DistributedWeightSyncScheme(timeout=1.0 if run == "two" else 20.0))
             worker.init_on_receiver("policy", model=model_of(0), worker_idx=0)
             with pytest.raises(wsync.SyncTimeout) if run == "two" else nullcontext():
                 worker.connect()
@@ -288,7 +275,7 @@ def test_4_an_answer_that_does_not_fit_what_was_asked_is_no_success(answer: byte
             scheme.send(fill(Small(), 2))
 
 
-# --- 59.9: calls in the wrong place ---
+# --- 59.9, 59.10: calls in the wrong place, and what the machine refuses ---
 
 
 def test_9_a_shutdown_from_another_thread_ends_a_send_that_waits(backend: BuiltIn) -> None:
@@ -305,7 +292,7 @@ def test_9_a_shutdown_from_another_thread_ends_a_send_that_waits(backend: BuiltI
 
 
 FORKING = """
-import os, sys, threading, pickle, torch.nn as nn, wsync
+import os, signal, sys, threading, pickle, torch.nn as nn, wsync
 sender = wsync.DistributedWeightSyncScheme(shared_memory=False, inline_bytes=0, timeout=30.0)
 sender.init_on_sender("policy", model=nn.Linear(64, 64), num_workers=1)
 worker = pickle.loads(pickle.dumps(sender))
@@ -316,6 +303,7 @@ sender.connect()
 joining.join()
 sender.send()
 if os.fork() == 0:
+    signal.alarm(60)
     sys.exit(7)
 print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 worker.shutdown()
@@ -325,15 +313,7 @@ sender.shutdown()
 
 @pytest.mark.slow
 def test_9_a_child_that_exits_in_order_does_not_hang_in_a_group(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-c", FORKING], env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as program:
-        try:
-            assert program.communicate(timeout=60)[0] == "7\n"
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(program.pid, signal.SIGKILL)
+    assert run_python("-c", FORKING, folder=tmp_path, PYTHONPATH=str(ROOT)).stdout == "7\n"
 
 
 EXITING = """
@@ -355,9 +335,6 @@ def test_2_a_process_that_ends_while_its_group_is_destroyed_is_not_aborted() -> 
         workers = [subprocess.Popen([*command, str(worker)], env=environment) for worker in range(4)]
         sender.connect(processes=workers)
     assert [worker.wait(60.0) for worker in workers] == [0] * 4
-
-
-# --- 59.10: what the machine refuses ---
 
 
 def test_10_open_files_are_counted_before_workers_connect(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,15 +360,12 @@ def test_10_a_call_that_the_machine_blocks_is_named(call: str, monkeypatch: pyte
     def blocked(*_: Any, **__: Any) -> int:
         raise OSError(38, "Function not implemented")
 
-    with wsync.SharedMemWeightSyncScheme(timeout=5.0) as sender, monkeypatch.context() as patch:
-        patch.setattr(os, call, blocked)
-        with pytest.raises(wsync.WeightSyncError, match=call.removeprefix("posix_")):
-            sender.init_on_sender("policy", model=model_of(1), num_workers=1)
-            with make_worker(sender, 0) as worker:
-                connect(sender.connect, worker)
+    monkeypatch.setattr(os, call, blocked)
+    with pytest.raises(wsync.WeightSyncError, match=call.removeprefix("posix_")), both_ends(model_of(1)):
+        pass
 
 
-# --- 57.1: methods enter the gate ---
+# --- 57.1: methods enter the gate; 57.5, 57.15 ---
 
 
 class Agent(nn.Module):
@@ -450,31 +424,27 @@ class Parts(nn.Module):
     [(True, "call forward act value inner part"), (False, ""), (["act"], "call forward act inner part")],
 )
 def test_1_parts_enter_the_gate_and_what_enters_can_be_chosen(gate: Any, entering: str) -> None:
-    with wsync.SharedMemWeightSyncScheme(timeout=1.0, gate=gate) as sender:
-        sender.init_on_sender("policy", model=Parts(print), num_workers=1)
-        model: Any = Parts(lambda: sender.send())  # raises inside the gate of a worker of this process
-        with make_worker(sender, 0, model=model) as worker:
-            connect(sender.connect, worker)
-            x, inner = torch.ones(2), model.inner
-            ways = {"call": partial(model, x), "forward": partial(model.forward, x), "act": partial(model.act, x)}
-            parts = {"inner": partial(inner, x), "part": partial(inner[0], x)}
-            entered = list[str]()
-            for name, call in {**ways, "value": model.value, **parts}.items():
-                try:
-                    call()
-                except RuntimeError as error:
-                    assert "gate" in str(error)
-                    entered.append(name)
-            assert " ".join(entered) == entering
-        assert type(model) is Parts and "Parts" in repr(model)
-        model.on_call = bool
-        assert "_compiled_call_impl" not in vars(model.inner) and model(torch.ones(1)).item() == 1
+    model: Any = Parts(lambda: sender.send())  # raises inside the gate of a worker of this process
+    with both_ends(Parts(print), model=model, timeout=1.0, gate=gate) as (sender, _):
+        x, inner = torch.ones(2), model.inner
+        ways = {"call": partial(model, x), "forward": partial(model.forward, x), "act": partial(model.act, x)}
+        parts = {"inner": partial(inner, x), "part": partial(inner[0], x)}
+        entered = list[str]()
+        for name, call in {**ways, "value": model.value, **parts}.items():
+            try:
+                call()
+            except RuntimeError as error:
+                assert "gate" in str(error)
+                entered.append(name)
+        assert " ".join(entered) == entering
+    assert type(model) is Parts and "Parts" in repr(model)
+    model.on_call = bool
+    assert "_compiled_call_impl" not in vars(model.inner) and model(torch.ones(1)).item() == 1
 
 
 def test_1_a_model_that_is_compiled_without_graph_breaks_stays_so() -> None:
     model = torch.compile(nn.Sequential(nn.Sequential(nn.Linear(2, 1))), backend="eager", fullgraph=True)
-    with wsync.SharedMemWeightSyncScheme() as scheme:
-        scheme.init_in_process("policy", model, source := nn.Sequential(nn.Sequential(model_of(1))))
+    with in_process(model, source := nn.Sequential(nn.Sequential(model_of(1)))) as scheme:
         for value in (1, 2):
             scheme.send(fill(source, value))
             assert model(torch.ones(2)).tolist() == [3.0 * value]
@@ -489,10 +459,7 @@ def test_a_worker_with_a_torchscript_module_is_told_what_to_do() -> None:
 
 
 def test_a_worker_that_stays_in_its_gate_is_told_from_one_that_is_silent() -> None:
-    with ExitStack() as stack:
-        sender = stack.enter_context(wsync.SharedMemWeightSyncScheme(timeout=20.0))
-        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
-        connect(sender.connect, stack.enter_context(make_worker(sender, 0)))
+    with both_ends(model_of(1)) as (sender, _):
         inside, leave = threading.Event(), threading.Event()
         holder = threading.Thread(target=wsync.gated(lambda: (inside.set(), leave.wait(10.0))))
         holder.start()
@@ -505,20 +472,13 @@ def test_a_worker_that_stays_in_its_gate_is_told_from_one_that_is_silent() -> No
 
 
 def test_1_a_method_that_was_taken_before_it_could_be_gated_is_warned_of() -> None:
-    with (
-        wsync.SharedMemWeightSyncScheme(timeout=5.0) as sender,
-        pytest.warns(UserWarning, match=r"Parts\.act was taken"),
-    ):
-        sender.init_on_sender("policy", model=Parts(print), num_workers=1)
-        model = Parts(print)
-        compiled = torch.compile(model.act, backend="eager")
-        with make_worker(sender, 0, model=model) as worker:
-            connect(sender.connect, worker)
-            assert callable(compiled)
+    model = Parts(print)
+    compiled = torch.compile(model.act, backend="eager")
+    with pytest.warns(UserWarning, match=r"Parts\.act was taken"), both_ends(Parts(print), model=model):
+        assert callable(compiled)
 
 
 def never_calls_its_model(state: WorkerState) -> list[str]:
-    """Close, and return what was warned of."""
     scheme = state.schemes["policy"]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -536,11 +496,7 @@ def test_1_a_model_that_is_never_called_through_the_gate_is_warned_of() -> None:
         assert len(idle.call(never_calls_its_model)) == 1 and not acting.call(never_calls_its_model)
 
 
-# --- 57.5, 57.15 ---
-
-
 def export_while_pending(state: WorkerState) -> list[float]:
-    """Export the model when an update is pending; return its output."""
     model: Any = state.models["policy"]
     torch.export.export(model, (torch.ones(2),))
     return model(torch.ones(2)).tolist()
@@ -607,19 +563,14 @@ def test_8_an_answer_that_a_signal_swallowed_is_made_up_for(backend: BuiltIn) ->
 
 
 def test_9_a_send_inside_the_gate_of_its_own_worker_says_so() -> None:
-    with wsync.SharedMemWeightSyncScheme(timeout=1.0) as sender:
-        sender.init_on_sender("policy", model=model_of(1), num_workers=1)
-        with make_worker(sender, 0) as worker:
-            connect(sender.connect, worker)
-            started = time.monotonic()
-            with wsync.gate(), pytest.raises(RuntimeError, match="forward"):
-                sender.send(model_of(2))
-            assert time.monotonic() - started < 0.5
+    with both_ends(model_of(1), timeout=1.0) as (sender, _):
+        started = time.monotonic()
+        with wsync.gate(), pytest.raises(RuntimeError, match="forward"):
+            sender.send(model_of(2))
+        assert time.monotonic() - started < 0.5
 
 
 class Overlapping(nn.Module):
-    """A buffer with two rows that overlap by two values."""
-
     def __init__(self) -> None:
         super().__init__()
         self.rows: torch.Tensor

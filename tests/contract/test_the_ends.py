@@ -1,11 +1,8 @@
 """How a worker's loop ends, and how ``connect`` ends when a worker's process has ended before it has connected."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import run_python
+from programs import run_program, run_python
 from torch import nn
 
 import wsync
@@ -24,6 +21,7 @@ FORK = multiprocessing.get_context("fork")
 
 LOOP = """
 import os, signal, sys
+from pathlib import Path
 import torch.nn as nn
 from torch import multiprocessing as mp
 import wsync
@@ -34,7 +32,7 @@ def worker(scheme, idx):
     scheme.connect()
     while scheme.receive() is not None:
         pass
-    print(f"worker {idx} is finished: {scheme.finished}, version {scheme.version}\\n", end="", flush=True)  # one write
+    Path(__file__).with_name(f"worker {idx}").write_text(f"finished: {scheme.finished}, version {scheme.version}")
     scheme.shutdown()
 
 
@@ -59,36 +57,29 @@ if __name__ == "__main__":
 """
 
 
-def run_loop(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+@pytest.fixture
+def loop(tmp_path: Path) -> Path:
     script = tmp_path / "loop.py"
     script.write_text(LOOP, encoding="utf-8")
-    return run_python(script, *arguments, folder=tmp_path, PYTHONPATH=str(ROOT))
+    return script
 
 
-@pytest.mark.parametrize("name", ["shared_mem", pytest.param("distributed", marks=pytest.mark.slow)])
-def test_a_shutdown_of_the_trainer_ends_the_documented_loop_without_a_traceback(tmp_path: Path, name: str) -> None:
-    done = run_loop(tmp_path, name, "shutdown", "2")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(done.stdout.splitlines()) == [
-        "[0, 0]",
-        "worker 0 is finished: True, version 2",
-        "worker 1 is finished: True, version 2",
-    ]
+@pytest.mark.parametrize("name", ["shared_mem", "distributed"])
+def test_a_shutdown_of_the_trainer_ends_the_documented_loop_without_a_traceback(loop: Path, name: str) -> None:
+    done = run_program(loop, name, "shutdown", "2", folder=loop.parent, PYTHONPATH=str(ROOT))
+    assert (done.stdout, done.stderr) == ("[0, 0]\n", "")
+    assert [path.read_text() for path in loop.parent.glob("worker *")] == ["finished: True, version 2"] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("end", "code"), [("killed", -signal.SIGKILL), ("raises", 1)])
-def test_the_death_of_the_trainer_is_an_error_in_the_documented_loop(tmp_path: Path, end: str, code: int) -> None:
-    done = run_loop(tmp_path, "shared_mem", end, "1")
-    assert (done.returncode, done.stdout) == (code, "")
+def test_the_death_of_the_trainer_is_an_error_in_the_documented_loop(loop: Path, end: str, code: int) -> None:
+    done = run_python(loop, "shared_mem", end, "1", folder=loop.parent, PYTHONPATH=str(ROOT))
+    assert (done.returncode, done.stdout, [*loop.parent.glob("worker *")]) == (code, "", [])
     assert done.stderr.count("wsync.errors.NotConnected: the sender died") == 1
 
 
 # --- a worker that ends before it has connected ---
-
-
-def end_with(code: int) -> None:
-    os._exit(code)
 
 
 @contextmanager
@@ -126,7 +117,7 @@ def test_a_worker_that_ends_before_it_connects_ends_the_wait(form: Callable[[Bas
 
 
 def test_a_process_id_is_refused_with_what_to_pass_instead() -> None:
-    with connecting() as scheme, forked(end_with, 3) as process:
+    with connecting() as scheme, forked(os._exit, 3) as process:
         pid = process.pid or 0
         if os.path.exists(f"/proc/self/fd/{pid}"):
             pytest.skip("the process id is the number of an open descriptor, too")

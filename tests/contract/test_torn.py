@@ -2,8 +2,6 @@
 ``tests/integration/test_parts.py`` for collectors, and ``scripts/check_torn.py`` in millions of forwards.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Sends through transforms: while the model changes under them, in parts, as differences, in int8."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from typing import Any

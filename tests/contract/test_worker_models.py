@@ -1,7 +1,5 @@
 """What a worker does with its model beside acting: an update neither disturbs that nor is disturbed by it."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 
@@ -132,9 +130,6 @@ def test_an_update_without_extra_state_leaves_each_worker_its_own(backend: Built
         report = session.scheme.send(fill(models[1], 5.0))
         assert report is not None and dict(report.workers) == dict.fromkeys(range(3), report.version)
         assert session.digests() == [digest(models[1])] * 3
-
-
-# --- models that cannot be carried ---
 
 
 @pytest.mark.usefixtures("group")

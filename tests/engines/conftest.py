@@ -1,7 +1,5 @@
 """One stock vLLM server for all tests of the folder; ``make engines`` makes an environment that has it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

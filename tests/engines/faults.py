@@ -1,7 +1,5 @@
 """Faults that tests plant in vLLM's workers (``--worker-extension-cls``), by its route ``/collective_rpc``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A stock vLLM server as its users see it, and what ``transformers`` says about the same weights."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

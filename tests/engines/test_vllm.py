@@ -1,7 +1,5 @@
 """From a trainer into an unmodified vLLM: each token is of one version, and what fails is named."""
 
-from __future__ import annotations
-
 import os
 import random
 import re

@@ -1,7 +1,5 @@
 """Adapters into an unmodified vLLM, while it generates: each request is of the version that it names."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The benchmark of weight sync: it runs, its figures are plausible, and it detects a scheme that does not deliver."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

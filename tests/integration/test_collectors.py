@@ -165,6 +165,12 @@ class Broken(Quiet):
         return super().step(action)
 
 
+@pytest.fixture(scope="module")
+def fork_server():
+    with multi():
+        pass  # it is there
+
+
 def explode():
     raise ArithmeticError("no such table")
 
@@ -224,10 +230,9 @@ def test_a_row_that_a_step_has_reset_is_not_a_frame(cls):
         (dict(weight_sync_schemes={"polcy": wsync.SharedMemWeightSyncScheme()}), wsync.WorkerFailed, "polcy"),
     ],
 )
+@pytest.mark.usefixtures("fork_server")
 def test_bad_arguments_are_clear_errors_and_leave_nothing(arguments, error, message):
     options = {"create_env_fn": [cartpole()] * 2, "policy": policy(), "frames_per_batch": 16, **arguments}
-    with multi():
-        pass  # the fork server is there
     gc.collect()  # closes what earlier tests have left
     before = threading.active_count(), len(os.listdir("/proc/self/fd"))
     with pytest.raises(error, match=message):
@@ -255,9 +260,6 @@ def test_a_killed_worker_is_named_and_no_other_one_is_left(cls, where, scheme):
         assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
-# --- what is returned, and how a collector is made ---
-
-
 ALL = [
     *(Collector, MultiCollector, MultiSyncCollector, MultiAsyncCollector),
     *(DistributedCollector, RPCCollector, RayCollector),
@@ -280,9 +282,6 @@ def test_statistics_of_each_worker_are_refused_unless_they_are_fixed() -> None:
         assert next(collector).numel() == 16
 
 
-# --- reports ---
-
-
 @pytest.mark.parametrize("cls", [Collector, MultiSyncCollector])
 def test_an_update_returns_its_report(cls: Any) -> None:
     trained = Scores()
@@ -295,9 +294,6 @@ def test_an_update_returns_its_report(cls: Any) -> None:
         assert report == schemes["policy"].metrics.last
         both = collector.update_policy_weights_(weights_dict={"policy": trained, "mean": trained.mean})
         assert {name: one.version for name, one in both.items()} == {"policy": 3, "mean": 2}
-
-
-# --- signatures ---
 
 
 @pytest.mark.parametrize("cls", ALL)

@@ -1,7 +1,5 @@
 """The files in examples/ run as their first lines say."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """Weights over HTTP: engines in processes of their own, driven through the phases of vLLM's weight transfer."""
 
-from __future__ import annotations
-
 import asyncio
 import shutil
 import subprocess
@@ -121,9 +119,6 @@ def test_uvicorn_serves_it() -> None:
     for thread in {*threading.enumerate()} - before:
         thread.join(30)
         assert not thread.is_alive()
-
-
-# --- https ---
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@
 of vllm/entrypoints/serve/dev/rpc/api_router.py; what is read of a folder as by vllm/model_executor/model_loader.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import threading

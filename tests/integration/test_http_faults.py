@@ -1,7 +1,5 @@
 """Faults between a trainer and engines over HTTP: each an error that names the engine and the phase."""
 
-from __future__ import annotations
-
 import base64
 import gc
 import socket

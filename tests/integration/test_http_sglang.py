@@ -1,7 +1,5 @@
 """SGLang servers, which load files: a double that follows SGLang's source (``sglang_double.py``); not a real one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path

@@ -20,8 +20,6 @@ def cartpole():
 
 
 class Judged(Quiet):
-    """Its rewards are a model's."""
-
     def __init__(self):
         self.value_net = Scaled()
 

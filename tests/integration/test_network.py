@@ -1,7 +1,5 @@
 """Schemes across a network: torchrun, a store of the user's, other addresses, another host."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 import subprocess

@@ -36,9 +36,6 @@ def when(collector, version: int):
     return next(batch for batch in collector if (batch["policy_version"] == version).all())
 
 
-# --- factories ---
-
-
 @pytest.mark.parametrize("cls", [MultiSyncCollector, DistributedCollector, RPCCollector])
 def test_one_factory_for_each_worker(cls):
     with collect_with(cls, policy_factory=[lambda: policy(1.0), lambda: policy(-1.0)]) as collector:
@@ -50,9 +47,6 @@ def test_one_factory_for_each_worker(cls):
         collector.update_policy_weights_(policy(-1.0))
         batch = next(collector)
         assert chosen(batch) == 0.0 and (batch["policy_version"] == 1).all()
-
-
-# --- updates of some workers ---
 
 
 @pytest.mark.parametrize("scheme", ["shared_mem", "multiprocess", "distributed"])
@@ -81,9 +75,6 @@ def test_weights_for_some_workers_go_to_these(scheme, on_worker_failure):
         with pytest.raises(ValueError, match=r"unknown worker_ids \[5\]"):
             collector.update_policy_weights_(worker_ids=[0, 5])
         assert next(collector)["policy_version"][:, 0, 0].tolist() == [4, 5]
-
-
-# --- bare modules ---
 
 
 @pytest.mark.parametrize("bare", [Scores, OfTensorDict])

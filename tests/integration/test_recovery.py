@@ -1,7 +1,5 @@
 """Workers that die, stall, raise and come back, in collectors with worker processes: real kills, real processes."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

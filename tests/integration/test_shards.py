@@ -1,7 +1,5 @@
 """A store that the ranks of a sharded trainer write together, over gloo: each some files of a version."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource

@@ -1,7 +1,5 @@
 """Weights through a store: versions in files, written by one trainer, read by workers that it does not know."""
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,7 +28,6 @@ def folder(url: Path) -> Path:
 
 
 def newest_in(url: Path) -> int:
-    """Return the version that the manifest names last."""
     return json.loads((folder(url) / "manifest.json").read_text())["versions"][-1]["version"]
 
 

@@ -1,7 +1,5 @@
 """Stores with exact differences between anchors, and Hugging Face folders: on a disk, and in an S3 server."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os
@@ -27,7 +25,6 @@ HF = {"shard_bytes": 4000}
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    """The URL of a bucket of a real S3 server."""
     server = pytest.importorskip("moto.server", reason="needs an S3 server and a client: pip install '.[s3-server]'")
     pytest.importorskip("s3fs", reason="needs an S3 client: pip install '.[s3]'")
     running = server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
@@ -193,9 +190,6 @@ def test_a_model_that_was_changed_in_the_reader_is_no_base(tmp_path: Path) -> No
                 assert torch.equal(own.weight, model.weight)
 
 
-# --- killed at every write ---
-
-
 def die_at(step: int, folder: str) -> None:
     """Be killed by SIGKILL before this process changes anything in a folder for the ``step``-th time."""
     left = iter(range(step))
@@ -247,9 +241,6 @@ def test_a_trainer_that_is_killed_at_every_write(url: str) -> None:
     assert step > 12
     publish(url, 4, keep=1)
     assert len(names_in(url)) == 2, "what the killed trainers had left is deleted"
-
-
-# --- Hugging Face folders ---
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 20_000])

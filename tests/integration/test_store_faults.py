@@ -1,7 +1,5 @@
 """Faults around a store, and uses that it cannot serve: the right error, never wrong weights, and what follows."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import threading
@@ -29,21 +27,20 @@ def doubled(worker: int, weights: Any) -> Any:
     return weights.apply(lambda tensor: tensor * (worker + 1))
 
 
-@pytest.mark.parametrize("given", ["params_map", "device_map_fn", "send", "worker_ids"])
-def test_workers_cannot_have_different_weights(tmp_path: Path, given: str) -> None:
-    each = {worker: fill(Small(), worker + 5) for worker in range(2)}
-    initial: dict[str, Any] = {"num_workers": 2, "model": fill(Small(), 1)}
-    if given == "params_map":
-        initial = {"params_map": each}
-    if given == "device_map_fn":
-        initial["device_map_fn"] = doubled
-    sent: dict[str, Any] = {"send": {"weights": each}, "worker_ids": {"worker_ids": [0]}}.get(given, {})
-    with wsync.StoreWeightSyncScheme(str(tmp_path)) as scheme:
-        if not sent:
-            with pytest.raises(ValueError, match="get the same weights"):
-                scheme.init_on_sender("policy", **initial)
-            return
-        scheme.init_on_sender("policy", **initial)
+EACH = {worker: fill(Small(), worker + 5) for worker in range(2)}
+ALL: dict[str, Any] = {"model": fill(Small(), 1), "num_workers": 2}
+
+
+@pytest.mark.parametrize("given", [{"params_map": EACH}, {**ALL, "device_map_fn": doubled}])
+def test_workers_cannot_have_different_weights(tmp_path: Path, given: dict[str, Any]) -> None:
+    with wsync.StoreWeightSyncScheme(tmp_path) as scheme, pytest.raises(ValueError, match="get the same weights"):
+        scheme.init_on_sender("policy", **given)
+
+
+@pytest.mark.parametrize("sent", [{"weights": EACH}, {"worker_ids": [0]}])
+def test_workers_cannot_be_sent_different_weights(tmp_path: Path, sent: dict[str, Any]) -> None:
+    with wsync.StoreWeightSyncScheme(tmp_path) as scheme:
+        scheme.init_on_sender("policy", **ALL)
         scheme.connect()
         with pytest.raises(ValueError, match="get the same weights"):
             scheme.send(**sent)

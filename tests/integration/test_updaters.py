@@ -101,8 +101,6 @@ def test_a_users_own_updater_chooses_the_weights_of_each_worker_in_one_version()
 
 
 class Hooked(WeightUpdaterBase):
-    """Every hook but the delivery."""
-
     skip = False
 
     def _get_server_weights(self):

@@ -1,7 +1,5 @@
 """What each rank runs in test_network.py, under torchrun: rank 0 trains, the others act; they meet in several ways."""
 
-from __future__ import annotations
-
 import os
 
 import torch

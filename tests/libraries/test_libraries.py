@@ -3,8 +3,6 @@
 ``make libraries`` installs them.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import re
@@ -34,10 +32,14 @@ EXAMPLES = {
 pytestmark = pytest.mark.slow
 
 
+def library(name: str) -> Any:
+    return pytest.importorskip(name, reason=f"needs {name}: make libraries", exc_type=ImportError)
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_runs(name: str, tmp_path: Path) -> None:
-    library, pattern = EXAMPLES[name]
-    pytest.importorskip(library, reason=f"needs {library}: make libraries", exc_type=ImportError)
+    needed, pattern = EXAMPLES[name]
+    library(needed)
     program = ROOT / "examples" / "libraries" / f"{name}.py"
     done = run_python(program, folder=tmp_path, timeout=1000, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -52,7 +54,7 @@ def join_and_die(scheme: wsync.WeightSyncScheme, make: Any) -> None:
 
 
 def test_training_goes_on_without_a_player_that_has_died() -> None:
-    sb3 = pytest.importorskip("stable_baselines3", reason="needs stable_baselines3: make libraries")
+    sb3 = library("stable_baselines3")
     from wsync.integrations.stable_baselines3 import WsyncCallback
 
     model, errors = sb3.PPO("MlpPolicy", "CartPole-v1", n_steps=64, device="cpu"), list[Exception]()
@@ -83,7 +85,7 @@ def make_policy() -> TensorDictModule:
 
 
 def test_a_worker_of_torchrl_that_dies_is_named() -> None:
-    collectors = pytest.importorskip("torchrl.collectors", reason="needs torchrl: make libraries")
+    collectors = library("torchrl.collectors")
     from wsync.integrations.torchrl import TorchRLScheme
 
     schemes = {"policy": TorchRLScheme(wsync.SharedMemWeightSyncScheme(timeout=20.0))}
@@ -102,9 +104,7 @@ def test_a_worker_of_torchrl_that_dies_is_named() -> None:
 
 
 def test_algorithms_that_send_weights_in_a_way_of_their_own_are_refused() -> None:
-    impala = pytest.importorskip(
-        "ray.rllib.algorithms.impala", reason="needs RLlib: make libraries", exc_type=ImportError
-    )
+    impala = library("ray.rllib.algorithms.impala")
     import ray
 
     from wsync.integrations.rllib import WsyncCallback
@@ -118,7 +118,7 @@ def test_algorithms_that_send_weights_in_a_way_of_their_own_are_refused() -> Non
 
 
 def test_an_env_runner_that_dies_is_replaced() -> None:
-    ppo = pytest.importorskip("ray.rllib.algorithms.ppo", reason="needs RLlib: make libraries", exc_type=ImportError)
+    ppo = library("ray.rllib.algorithms.ppo")
     import ray
 
     from wsync.integrations.rllib import WsyncCallback
@@ -155,7 +155,7 @@ class Halves:
 
 
 def fit_with_lightning(model: nn.Module, scheme: wsync.WeightSyncScheme, every: int) -> Callable[[], None]:
-    lightning = pytest.importorskip("lightning", reason="needs lightning: make libraries")
+    lightning = library("lightning")
     from wsync.integrations.lightning import WsyncCallback
 
     class Module(lightning.LightningModule):
@@ -180,7 +180,8 @@ def fit_with_lightning(model: nn.Module, scheme: wsync.WeightSyncScheme, every: 
 
 
 def fit_with_transformers(model: nn.Module, scheme: wsync.WeightSyncScheme, every: int) -> Callable[[], None]:
-    transformers = pytest.importorskip("transformers", reason="needs transformers: make libraries")
+    library("accelerate")  # its Trainer needs that
+    transformers = library("transformers")
     from wsync.integrations.transformers import WsyncCallback
 
     class Loss(nn.Module):

@@ -48,7 +48,11 @@ def registered() -> None:
     learning.config.register_configs()
 
 
-def composed(*overrides: str) -> DictConfig:
+def composed(*overrides: str, folder: Path | None = None) -> DictConfig:
+    """The config, with a folder of a user's own if there is one."""
+    if folder is not None:
+        learning.config.register_configs([folder])
+        overrides = (f"hydra.searchpath=[file://{folder}]", *overrides)
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose("train", overrides=list(overrides))
 
@@ -108,8 +112,9 @@ def test_57_3_who_acts_decides_in_one_place_when_a_send_is_finished() -> None:
     configs = [config_of(TARGETS["shared_mem"])(), config("weight_sync=shared_mem").weight_sync]
     for make in (wsync.SharedMemWeightSyncScheme, *(partial(instantiate, one) for one in configs)):
         acting = SimpleNamespace(remote_workers=[SimpleNamespace(worker_idx=0, sentinel=-1)])
-        for context, finished in ((acting, "published"), (None, "installed")):
-            with make() as scheme:
+        scheme = make()
+        for context, finished in ((acting, "published"), (None, "installed")):  # anew when it is used again
+            with scheme:
                 scheme.init_on_sender("policy", context, num_workers=1)
                 assert scheme.acknowledges is (finished == "installed")
 
@@ -356,7 +361,6 @@ def test_57_21_every_backend_of_train_py_has_a_file_and_a_config_that_can_be_imp
 # --- a backend or a network of a user's own ---
 
 
-ROOT = Path(__file__).resolve().parents[2]
 FILES = {
     "mine": "_target_: file_backend.FileScheme\nfolder: x\n",
     "open": "_target_: file_backend.open_scheme\nfolder: x\n",
@@ -374,7 +378,7 @@ FILES = {
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A config folder of a user; the module of the backend can be imported, and the store is as before afterwards."""
-    monkeypatch.syspath_prepend(ROOT / "tests")
+    monkeypatch.syspath_prepend(CONF.parent / "tests")
     (tmp_path / "weight_sync").mkdir()
     for name, content in FILES.items():
         (tmp_path / "weight_sync" / f"{name}.yaml").write_text(content)
@@ -383,34 +387,25 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def composed_with(folder: Path, *overrides: str) -> DictConfig:
-    learning.config.register_configs([folder])
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose("train", overrides=[f"hydra.searchpath=[file://{folder}]", *overrides])
-
-
 def test_a_yaml_file_has_the_options_of_its_scheme_and_the_collector_that_it_names_first(folder: Path) -> None:
-    cfg = composed_with(folder, "weight_sync=mine", "timeout=7")
+    cfg = composed("weight_sync=mine", "timeout=7", folder=folder)
     assert dict(cfg.weight_sync) == {"_target_": "file_backend.FileScheme", "folder": "x", "timeout": 7}
     assert cfg.collector._target_ == "collectors.MultiAsyncCollector"
-    assert composed_with(folder, "weight_sync=mine", "collector=multi_sync", "collector.cat_results=0")
-    assert instantiate(composed_with(folder, "weight_sync=mine", "weight_sync.timeout=5").weight_sync).timeout == 5
+    assert composed("weight_sync=mine", "collector=multi_sync", "collector.cat_results=0", folder=folder)
+    assert instantiate(composed("weight_sync=mine", "weight_sync.timeout=5", folder=folder).weight_sync).timeout == 5
 
 
 def test_options_that_a_scheme_passes_on_are_those_of_its_base_class(folder: Path) -> None:
-    cfg = composed_with(folder, "weight_sync=passing", "timeout=7", "weight_sync.depth=2").weight_sync
+    cfg = composed("weight_sync=passing", "timeout=7", "weight_sync.depth=2", folder=folder).weight_sync
     assert dict(cfg) == {"_target_": "file_backend.PassingScheme", "folder": "x", "depth": 2, "timeout": 7}
-    assert instantiate(cfg).timeout == 7
-
-
-def test_a_function_that_accepts_any_option_may_be_given_any(folder: Path) -> None:
-    assert instantiate(composed_with(folder, "weight_sync=open", "+weight_sync.timeout=5").weight_sync).timeout == 5
+    assert instantiate(cfg).timeout == 7  # a function that accepts any option may be given any
+    assert instantiate(composed("weight_sync=open", "+weight_sync.timeout=5", folder=folder).weight_sync).timeout == 5
 
 
 def test_a_yaml_file_may_build_on_a_registered_backend(folder: Path) -> None:
-    shared = composed_with(folder, "weight_sync=shared", "timeout=7").weight_sync
+    shared = composed("weight_sync=shared", "timeout=7", folder=folder).weight_sync
     assert (shared.acknowledge, shared.sync, shared.timeout) == (None, False, 7)
-    based = composed_with(folder, "weight_sync=based")
+    based = composed("weight_sync=based", folder=folder)
     assert type(instantiate(based.weight_sync)) is wsync.DistributedWeightSyncScheme
     assert based.collector._target_ == "collectors.distributed.DistributedCollector"
 
@@ -419,7 +414,7 @@ def test_a_registered_backend_needs_no_yaml_file(folder: Path, monkeypatch: pyte
     monkeypatch.setattr("wsync.registry._BACKENDS", {**wsync.registered_backends()})
     wsync.register_backend("registered", "file_backend:FileScheme")
     wsync.register_backend("nowhere", "no_such_module:Scheme")  # in the way of none but itself
-    cfg = composed_with(folder, "weight_sync=registered", "weight_sync.folder=y", "timeout=7")
+    cfg = composed("weight_sync=registered", "weight_sync.folder=y", "timeout=7", folder=folder)
     assert dict(cfg.weight_sync) == {"_target_": "file_backend.FileScheme", "folder": "y", "timeout": 7}
     assert cfg.collector._target_ == "collectors.MultiAsyncCollector"
 
@@ -441,7 +436,7 @@ def test_a_registered_backend_needs_no_yaml_file(folder: Path, monkeypatch: pyte
 def test_an_error_is_one_line(folder: Path, overrides: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["train.py", "--config-dir", str(folder), *overrides.split()])
     with pytest.raises((HydraException, OmegaConfBaseException, YAMLError, ConfigError)) as caught:
-        cfg = composed_with(folder, *overrides.split())
+        cfg = composed(*overrides.split(), folder=folder)
         config = OmegaConf.to_object(cfg)
         assert isinstance(config, learning.config.TrainConfig)
         scheme = instantiate_setting("weight_sync", config.weight_sync)

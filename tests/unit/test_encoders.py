@@ -1,7 +1,5 @@
 """Policies for observations and actions of every space: their shapes, masks and distributions."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import gymnasium as gym

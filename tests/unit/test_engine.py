@@ -1,7 +1,5 @@
 """Both halves of the protocol with engines, a trainer's and ``engine_app``, each beside an end that is not so."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import json
@@ -28,8 +26,6 @@ from wsync.weights.layout import packed
 
 
 class Loaded:
-    """An engine's weights."""
-
     def __init__(self, token: str | None = TOKEN) -> None:
         self.weights: dict[str, Tensor] = {}
         self.calls = 0
@@ -66,19 +62,21 @@ def test_a_disconnect_ends_every_wait() -> None:
             entered.set()
             assert go_on.wait(10)
 
-    with serve(engine_app(load=load, token=None)) as url, trainer(url, weights(1), token=None) as scheme:
-        thread = threading.Thread(target=lambda: (entered.wait(10), scheme.disconnect(0)))
-        thread.start()
-        with pytest.raises(WorkerDied, match=r"disconnect\(\)"):
-            scheme.send(weights(2))
-        go_on.set()
-        thread.join()
-        scheme.readmit(0)
-    with wsync.HTTPWeightSyncScheme(["http://127.0.0.1:9", url], timeout=30.0) as scheme:
-        scheme.init_on_sender("policy", weights=weights(1))
-        threading.Timer(0.3, scheme.disconnect, [0]).start()
-        with pytest.raises(WorkerDied, match=r"worker 0: .*disconnect\(\)"):
-            scheme.connect()
+    with serve(engine_app(load=load, token=None)) as url:
+        with trainer(url, weights(1), token=None) as scheme:
+            thread = threading.Thread(target=lambda: (entered.wait(10), scheme.disconnect(0)))
+            thread.start()
+            with pytest.raises(WorkerDied, match=r"disconnect\(\)"):
+                scheme.send(weights(2))
+            go_on.set()
+            thread.join()
+            scheme.readmit(0)
+        with wsync.HTTPWeightSyncScheme(["http://127.0.0.1:9", url], timeout=30.0) as scheme:
+            scheme.init_on_sender("policy", weights=weights(1))
+            threading.Timer(0.3, scheme.disconnect, [0]).start()
+            with pytest.raises(WorkerDied, match=r"worker 0: .*disconnect\(\)") as died:
+                scheme.connect()
+            assert [*died.value.workers] == [0]
 
 
 def answering(answer: Callable[[str], Any]) -> Callable[..., Awaitable[None]]:

@@ -1,7 +1,5 @@
 """GymEnv compared with Gymnasium's own scalar environments: the same episodes, row for row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -322,9 +320,6 @@ def test_what_does_not_fit_its_space_is_refused_by_name(
         env.step(TensorDict({"action": torch.zeros(env.batch_size, dtype=torch.int64)}, env.batch_size))
 
 
-# --- modules inside an environment: what they read and write, on every row ---
-
-
 ALL: list[Key] = ["observation", "action", ("next", "observation"), ("next", "reward")]
 
 
@@ -349,8 +344,6 @@ class Counter(gym.Env):
 
 
 class Judge(nn.Module):
-    """A reward model that remembers what it was given."""
-
     def __init__(self, flat: bool = False) -> None:
         super().__init__()
         self.flat = flat

@@ -1,7 +1,5 @@
 """Schemes by name, their options, and one family of errors."""
 
-from __future__ import annotations
-
 import pickle
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Without a package of an extra: `import wsync` works, and what needs the package names the extra in its error."""
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from pathlib import Path

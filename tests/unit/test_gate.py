@@ -1,33 +1,24 @@
 """The gate: re-entrant, open again whatever happens, and no part of the module."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from stores import trainer
 from torch import nn
 from torch.nn.utils import parametrize
-from workers_here import TIMEOUT, connect, make_worker, model_of, weights_of
+from workers_here import TIMEOUT, both_ends, connect, in_process, make_worker, model_of, weights_of
 
 import wsync
 from wsync.testing.models import fill
-
-
-@contextmanager
-def gated(model: nn.Module, name: str = "policy") -> Iterator[wsync.WeightSyncScheme]:
-    """A scheme whose sender and only worker, with this model, are in this process."""
-    with wsync.SharedMemWeightSyncScheme(timeout=20.0) as scheme:
-        scheme.init_in_process(name, model)
-        yield scheme
 
 
 def sending(scheme: wsync.WeightSyncScheme, weights: Any) -> threading.Thread:
@@ -39,7 +30,7 @@ def sending(scheme: wsync.WeightSyncScheme, weights: Any) -> threading.Thread:
 
 def test_an_update_waits_for_the_end_of_the_outermost_block() -> None:
     model = fill(nn.Linear(2, 1), 0)
-    with gated(model) as scheme:
+    with in_process(model) as scheme:
         with wsync.gate():
             with wsync.gate():
                 trainer = sending(scheme, fill(nn.Linear(2, 1), 1))
@@ -51,8 +42,6 @@ def test_an_update_waits_for_the_end_of_the_outermost_block() -> None:
 
 
 class Raises(nn.Linear):
-    """Raises ``error`` in each forward."""
-
     def __init__(self, error: BaseException) -> None:
         super().__init__(2, 1)
         self.error = error
@@ -64,7 +53,7 @@ class Raises(nn.Linear):
 @pytest.mark.parametrize("error", [ValueError("x"), KeyboardInterrupt(), SystemExit(1)])
 def test_open_again_whatever_the_forward_raised(error: BaseException) -> None:
     model = Raises(error)
-    with gated(model) as scheme:
+    with in_process(model) as scheme:
         for value in (1, 2):
             with pytest.raises(type(error)):
                 model()
@@ -96,7 +85,7 @@ def test_a_gated_function_keeps_its_name_and_arguments() -> None:
 
 def test_copies_are_ungated_and_of_the_original_class() -> None:
     model = nn.Linear(2, 2)
-    with gated(model):
+    with in_process(model):
         assert isinstance(model, nn.Linear) and type(model).__name__ == "Linear"
         for twin in (copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model))):
             assert type(twin) is nn.Linear
@@ -124,7 +113,7 @@ class Slotted(nn.Linear):
 @pytest.mark.parametrize("kind", [Registered, Slotted])
 def test_a_class_with_rules_of_its_own_is_gated(kind: type[nn.Module]) -> None:
     model = kind(2, 2)
-    with gated(model):
+    with in_process(model):
         assert isinstance(model, kind) and model(torch.ones(2)).shape == (2,)
         assert type(pickle.loads(pickle.dumps(model))) is type(copy.deepcopy(model)) is kind
     assert type(model) is kind and Registering.known == {"this one": Registered}
@@ -133,7 +122,7 @@ def test_a_class_with_rules_of_its_own_is_gated(kind: type[nn.Module]) -> None:
 def test_classes_are_let_go_with_their_last_model() -> None:
     """A parametrised module has a class of its own; so has its gated self."""
     model = parametrize.register_parametrization(nn.Linear(2, 2), "weight", nn.Identity())
-    with gated(model):
+    with in_process(model):
         classes = [weakref.ref(kind) for kind in type(model).__mro__[:2]]
     assert model(torch.ones(2)).shape == (2,)
     del model
@@ -154,7 +143,7 @@ class Pair(nn.Module):
 
 def test_no_forward_sees_one_model_new_and_the_other_old() -> None:
     acting, ended, forwards = Pair(), threading.Event(), list[tuple[float, float]]()
-    with gated(acting.actor) as actor, gated(acting.critic, "critic") as critic:
+    with in_process(acting.actor) as actor, in_process(acting.critic, model_id="critic") as critic:
 
         def update() -> None:
             for value in range(1, 300):
@@ -239,10 +228,10 @@ def test_a_load_that_has_changed_nothing_leaves_the_weights_as_they_were(failure
 
 def test_a_pull_from_a_store_loads_the_next_version_into_an_engine_that_is_refused(tmp_path: Path) -> None:
     engine = Engine()
-    with wsync.StoreWeightSyncScheme(str(tmp_path)) as sender, ExitStack() as stack:
-        sender.init_on_sender("policy", model=model_of(1))
-        sender.connect()
-        reader = stack.enter_context(wsync.StoreWeightSyncScheme(str(tmp_path), initiator="receiver"))
+    with (
+        trainer(tmp_path, model_of(1)) as sender,
+        wsync.StoreWeightSyncScheme(str(tmp_path), initiator="receiver") as reader,
+    ):
         reader.init_on_receiver("policy", load=engine.load, worker_idx=0)
         reader.connect()
         engine.failure = ArithmeticError("no memory")
@@ -272,17 +261,14 @@ class Unforgetting(nn.Linear):
 @pytest.mark.parametrize("kind", [wsync.SharedMemWeightSyncScheme, wsync.DistributedWeightSyncScheme])
 def test_a_model_that_an_update_has_changed_in_part_is_not_used(kind: Any) -> None:
     model, sent = Unforgetting(2, 1), fill(Unforgetting(2, 1), 1)
-    with kind(timeout=TIMEOUT) as sender:
-        sender.init_on_sender("policy", model=sent, num_workers=1)
-        with make_worker(sender, 0, near=False, model=model) as worker:
-            connect(sender.connect, worker)
-            sender.send(fill(sent, 2))
-            assert model(torch.ones(2)).item() == 6
-            model.refuses = True
-            with pytest.raises(wsync.WorkerFailed, match="stubborn"):
-                sender.send(fill(sent, 3))
-            with pytest.raises(wsync.WeightSyncError, match=r"worker 0: .* may have weights of two versions"):
-                model(torch.ones(2))
-            model.refuses = False
-            sender.send(fill(sent, 4))
-            assert model(torch.ones(2)).item() == 12
+    with both_ends(sent, kind=kind, near=False, model=model) as (sender, _):
+        sender.send(fill(sent, 2))
+        assert model(torch.ones(2)).item() == 6
+        model.refuses = True
+        with pytest.raises(wsync.WorkerFailed, match="stubborn"):
+            sender.send(fill(sent, 3))
+        with pytest.raises(wsync.WeightSyncError, match=r"worker 0: .* may have weights of two versions"):
+            model(torch.ones(2))
+        model.refuses = False
+        sender.send(fill(sent, 4))
+        assert model(torch.ones(2)).item() == 12

@@ -1,7 +1,5 @@
 """What PPO and IMPALA have in common, and what each has alone."""
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Any

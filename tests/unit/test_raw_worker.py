@@ -1,7 +1,5 @@
 """Bytes that no worker of ``wsync`` sends: an end that has the key, or a recording of one, and says what is not so."""
 
-from __future__ import annotations
-
 import gc
 import os
 import socket
@@ -19,7 +17,7 @@ from hypothesis import strategies as st
 from raw_worker import RawWorker
 from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-from workers_here import connect, make_worker
+from workers_here import both_ends
 
 import wsync
 from wsync.testing.models import Small, fill
@@ -111,12 +109,11 @@ def test_any_text_of_an_error_reaches_the_trainer(text: str) -> None:
         if len(versions) > 1:
             raise ArithmeticError(text)
 
-    with wsync.DistributedWeightSyncScheme(timeout=20.0) as sender:
-        sender.init_on_sender("policy", model=nn.Linear(2, 2), num_workers=1)
-        with make_worker(sender, 0, load=load, near=False) as worker:
-            connect(sender.connect, worker)
-            with pytest.raises(wsync.WorkerFailed, match=r"😀|a file") as failed:
-                sender.send()
+    with (
+        both_ends(nn.Linear(2, 2), kind=wsync.DistributedWeightSyncScheme, load=load, near=False) as (sender, _),
+        pytest.raises(wsync.WorkerFailed, match=r"😀|a file") as failed,
+    ):
+        sender.send()
     assert len(str(failed.value)) < 1 << 17
 
 
@@ -142,11 +139,8 @@ class Planted(nn.Linear):
 @pytest.mark.parametrize("load", [None, list])
 def test_extra_state_is_unpickled_for_a_module_alone(load: Any) -> None:
     unpickled.clear()
-    with wsync.SharedMemWeightSyncScheme(timeout=20.0) as sender:
-        sender.init_on_sender("policy", model=Planted(2, 2), num_workers=1)
-        with make_worker(sender, 0, model=None if load else Planted(2, 2), load=load) as worker:
-            connect(sender.connect, worker)
-            assert bool(unpickled) is (load is None)
+    with both_ends(Planted(2, 2), model=None if load else Planted(2, 2), load=load):
+        assert bool(unpickled) is (load is None)
 
 
 # --- arbitrary bytes: a short run by default; --hypothesis-profile=long --timeout=0 takes some minutes ---
@@ -178,24 +172,22 @@ def test_bytes_on_an_authenticated_connection_harm_neither_end(options: dict[str
     @given(st.lists(st.binary(min_size=1, max_size=120), min_size=1, max_size=3), st.integers(0, 9))
     def send_noise(contents: list[bytes], end: int) -> None:
         others, model = connected_sockets(), Small()
-        with wsync.DistributedWeightSyncScheme(**options) as scheme:
-            scheme.init_on_sender("policy", model=fill(Small(), 1), num_workers=1)
-            with make_worker(scheme, 0, model=model, near=not options) as receiver:
-                connect(scheme.connect, receiver)
-                scheme.timeout = 0.5
-                opened = sorted(connected_sockets() - others)
-                with socket.socket(fileno=os.dup(opened[end % len(opened)])) as raw:
-                    for content in contents:
-                        with suppress(OSError):
-                            raw.send(content)
+        given = {"kind": wsync.DistributedWeightSyncScheme, "model": model, "near": not options, **options}
+        with both_ends(fill(Small(), 1), **given) as (scheme, receiver):
+            scheme.timeout = 0.5
+            opened = sorted(connected_sockets() - others)
+            with socket.socket(fileno=os.dup(opened[end % len(opened)])) as raw:
+                for content in contents:
                     with suppress(OSError):
-                        raw.shutdown(socket.SHUT_WR)
-                with suppress(wsync.WeightSyncError):
-                    scheme.send(fill(Small(), 2))
-                assert model().unique().tolist() in ([1.0], [2.0])
-                with suppress(wsync.WeightSyncError):
-                    while receiver.receive(0.2) is not None:
-                        pass
+                        raw.send(content)
+                with suppress(OSError):
+                    raw.shutdown(socket.SHUT_WR)
+            with suppress(wsync.WeightSyncError):
+                scheme.send(fill(Small(), 2))
+            assert model().unique().tolist() in ([1.0], [2.0])
+            with suppress(wsync.WeightSyncError):
+                while receiver.receive(0.2) is not None:
+                    pass
 
     send_noise()
     gc.collect()

@@ -1,7 +1,5 @@
 """The hot loop: what it stores, when it calls what, and that it carries on."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The protocol under a simulated clock and network: no history breaks a promise, and each planted bug is found."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

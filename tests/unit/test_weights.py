@@ -1,7 +1,5 @@
 """Weights: which are taken, by which names, how they are applied, and what is refused by name."""
 
-from __future__ import annotations
-
 import math
 import threading
 from typing import Any
@@ -12,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import LazyStackedTensorDict, TensorDict
 from torch import Tensor, nn
-from workers_here import connect, make_worker
+from workers_here import both_ends, in_process
 
 import wsync
 from wsync import LayoutMismatch, SharedMemWeightSyncScheme, SyncTimeout, WeightStrategy, bytes_of
@@ -24,8 +22,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.i
 
 def install(model: Any, weights: Any, *later: Any) -> None:
     """Install weights in a model of this process; ``later`` ones are sent by the same scheme."""
-    with SharedMemWeightSyncScheme() as scheme:
-        scheme.init_in_process("policy", model, weights)
+    with in_process(model, weights) as scheme:
         for one in later:
             scheme.send(one)
 
@@ -77,8 +74,8 @@ def meta() -> nn.Module:
 def test_modules_that_cannot_be_synchronised_are_refused(make: Any, problem: str) -> None:
     plain = nn.Sequential(nn.Linear(2, 2)) if isinstance(make(), nn.Sequential) else nn.Linear(2, 2)
     for source, model in ((make(), plain), (plain, make())):
-        with pytest.raises(LayoutMismatch, match=problem), SharedMemWeightSyncScheme() as scheme:
-            scheme.init_in_process("policy", model, source)
+        with pytest.raises(LayoutMismatch, match=problem):
+            install(model, source)
 
 
 class Counting(nn.Module):
@@ -95,8 +92,7 @@ class Counting(nn.Module):
 @pytest.mark.parametrize("make", [Counting, lambda: nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.ReLU()))])
 def test_modules_with_a_state_dict_of_their_own_are_synchronised_by_their_parameters(make: Any) -> None:
     source, model = make(), make()
-    with SharedMemWeightSyncScheme() as scheme:
-        scheme.init_in_process("policy", model, source)
+    with in_process(model, source) as scheme:
         nn.init.constant_(next(source.parameters()), 3.0)
         scheme.send()
         assert next(model.parameters()).unique().tolist() == [3.0]
@@ -174,11 +170,8 @@ def test_any_tensors_arrive(kind: Any) -> None:
         source, model = Tensors(named), Tensors({name: torch.zeros_like(value) for name, value in named.items()})
         if tied:
             model.tied = model.t0
-        with kind(timeout=20.0) as sender:
-            sender.init_on_sender("policy", model=source, num_workers=1)
-            with make_worker(sender, 0, model=model) as worker:
-                connect(sender.connect, worker)
-                assert all(bits(model.get_buffer(name)) == bits(value) for name, value in named.items())
+        with both_ends(source, kind=kind, model=model):
+            assert all(bits(model.get_buffer(name)) == bits(value) for name, value in named.items())
 
     arrive()
 
@@ -261,8 +254,7 @@ def test_installs_while_a_thread_reads_outside_the_gate_do_not_deadlock() -> Non
             model.weight.sum()
         done.set()
 
-    with SharedMemWeightSyncScheme() as scheme:
-        scheme.init_in_process("policy", model)
+    with in_process(model) as scheme:
         threading.Thread(target=read, daemon=True).start()
         while not done.is_set():
             for value in (1, 2):
@@ -340,11 +332,8 @@ class Actor(ActorCritic):
 def test_a_pattern_or_name_that_no_weight_has_is_an_error(side: str, transform: Any) -> None:
     options: dict[str, Any] = {side: transform}
     said = rf"{side} {type(transform).__name__}.*no .*'bodi'; there are .*'pi\.weight'"
-    with (
-        pytest.raises(wsync.LayoutMismatch, match=said),
-        wsync.SharedMemWeightSyncScheme(timeout=10.0, **options) as scheme,
-    ):
-        scheme.init_in_process("policy", ActorCritic(), ActorCritic())
+    with pytest.raises(LayoutMismatch, match=said), in_process(ActorCritic(), ActorCritic(), **options):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -358,8 +347,7 @@ def test_a_pattern_or_name_that_no_weight_has_is_an_error(side: str, transform: 
 )
 def test_a_partial_update_need_not_have_weights_for_every_pattern(transforms: Any) -> None:
     source, model = fill(ActorCritic(), 1), Actor(torch.bfloat16)
-    with wsync.SharedMemWeightSyncScheme(timeout=10.0, send_transform=transforms) as scheme:
-        scheme.init_in_process("policy", model, source)
+    with in_process(model, source, send_transform=transforms) as scheme:
         scheme.send({"body.weight": torch.full((2, 2), 5.0)}, partial=True)
         assert model.body.weight.unique().tolist() == [5]
         assert {number for one in (model.body.bias, *model.pi.parameters()) for number in one.flatten().tolist()} == {1}
