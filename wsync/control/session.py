@@ -261,8 +261,8 @@ class WorkerSession:
         self.end("the sender has shut down")
 
     async def _write(self) -> None:
-        while True:
-            await self._changes.until(lambda: self._messages or self._waiting)
+        while True:  # a worker reads weights into the memory of the layout that it has answered
+            await self._changes.until(lambda: self._messages or (self._waiting and not self._asked_about))
             if self._messages:
                 await self._link.send(self._messages.popleft())
             else:
