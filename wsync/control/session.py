@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from wsync.weights.layout import Buffer
 
 _KEPT_REFUSALS = 1000
+_LAST_WORDS = 0.05  # seconds
 _FAREWELL = 1.0  # seconds for this end to say that it has shut down
 
 
@@ -74,11 +75,15 @@ class Medium:
 
 
 async def _run_until_one_ends(*coroutines: Coroutine[Any, Any, None]) -> BaseException | None:
-    """Run the tasks of one end until one has ended; return what that has raised, when all have ended."""
+    """Run the tasks of one end, the reading one first, until one has ended; return what was raised.
+
+    If another one ends, the first has a moment to read what the other end has said before.
+    """
     tasks = [asyncio.ensure_future(one) for one in coroutines]
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        return next((error for task in done if (error := task.exception()) is not None), None)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks[:1], timeout=_LAST_WORDS)
+        return next((error for task in tasks if task.done() and (error := task.exception()) is not None), None)
     finally:
         for task in tasks:
             task.cancel()
