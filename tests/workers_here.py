@@ -61,7 +61,7 @@ def both_ends(
 def in_process(
     model: nn.Module, source: Any = None, model_id: str = "policy", **options: Any
 ) -> Iterator[wsync.WeightSyncScheme]:
-    """A scheme whose sender and only worker, with this model, are in this process."""
+    """A scheme with its sender and its only worker, which has this model, in this process."""
     with wsync.SharedMemWeightSyncScheme(timeout=TIMEOUT, **options) as scheme:
         scheme.init_in_process(model_id, model, source)
         yield scheme

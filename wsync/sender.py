@@ -237,9 +237,9 @@ class Sender:
         began, deadline, packing = time.monotonic(), deadline_in(self.timeout), 0.0
         layout, parts = self._agreed_layout(weights, deadline), 0
         packed: list[tuple[Sequence[int], Buffer, bytes, Mapping[str, int]]] = []
-        for whom, tensors, state in self.source.parts(weights, workers, layout, rest):
+        for some, tensors, state in self.source.parts(weights, workers, layout, rest):
             parts += 1
-            for group, extra, requires in self._grouped(whom, state):
+            for group, extra, requires in self._grouped(some, state):
                 buffer = self.outlet.reserve(deadline)
                 at = time.monotonic()
                 buffer.pack(tensors)
@@ -442,10 +442,10 @@ class Sender:
             if layout is None:
                 raise NotConnected("there is nothing to verify: no weights were sent yet")
             digests = dict[int, dict[str, int]]()
-            for whom, tensors, _ in self.source.parts(weights, workers, layout):
+            for some, tensors, _ in self.source.parts(weights, workers, layout):
                 sent = Snapshot(dict(zip(layout.names, tensors, strict=True))).through(transform)
                 own = {name: digest_of(one) for name, one in sent.tensors.items()}
-                digests |= dict.fromkeys(whom, own)
+                digests |= dict.fromkeys(some, own)
             causes, self._verified = self.outlet.verify(digests, deadline_in(timeout)), {}
             for worker in digests.keys() - causes.keys():
                 whole, seen = repr(sorted(digests[worker].items())).encode(), self.outlet.seen(worker, version)

@@ -28,7 +28,7 @@ _LARGEST = 1 << 34  # bytes in a frame
 class Channel:
     """One end of a connection; one thread at a time uses it.
 
-    What one end sends, and the other receives, is a frame: a ``kind`` and a ``number``, whose meaning is theirs, and
+    What one end sends, and the other receives, is a frame: a ``kind`` and a ``number``, which only they interpret, and
     bytes.
 
     Attributes:

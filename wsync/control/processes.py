@@ -47,9 +47,12 @@ def pidfd_of(pid: int) -> int:
 def may_run(pid: int, process: Process | None) -> bool:
     """Return whether a worker's process can be ``process``, or one that it has started; True if that is not known."""
     wanted = process.pid if isinstance(process, BaseProcess | subprocess.Popen) else None
-    while wanted is not None and pid > 1 and pid != wanted:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-            pid = int(stat.read().rpartition(")")[2].split()[1])  # its parent
+    try:
+        while wanted is not None and pid > 1 and pid != wanted:
+            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+                pid = int(stat.read().rpartition(")")[2].split()[1])  # its parent
+    except (FileNotFoundError, ProcessLookupError):  # it has ended
+        return False
     return pid != 1
 
 
