@@ -1,6 +1,6 @@
 """Reads the folder of a ``wsync.StoreWeightSyncScheme``: on a disk, behind HTTP, or in S3 (by ``fsspec``).
 
-``wsync.store`` describes the files. Anyone who can write there may have made the manifest: every field is checked.
+``wsync.store`` describes the files. The manifest is not trusted: every field is checked.
 """
 
 import io
