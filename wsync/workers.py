@@ -267,12 +267,12 @@ class Workers(Outlet):
         self._listener.start(self._welcome)
         self._rejected.clear()
         self._refused = ""
-        own = [(worker, os.dup(fd)) for worker, fd in sentinels.items()]  # Ctrl-C ends the call, and this goes on
-        for worker, fd in own:
-            loop.add_reader(fd, note_death, worker, fd)
         missing = [worker for worker in workers if worker not in self._members]
         each = _BY_SOCKET if self._arena is None else _BY_ARENA
         require_descriptors(len(missing) * each, f"connections to {len(missing)} workers")
+        own = [(worker, os.dup(fd)) for worker, fd in sentinels.items()]  # Ctrl-C ends the call, and this goes on
+        for worker, fd in own:
+            loop.add_reader(fd, note_death, worker, fd)
         try:
             async with asyncio.timeout(remaining(deadline)):
                 while missing := [worker for worker in workers if worker not in self._members]:

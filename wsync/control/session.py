@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from wsync.weights.layout import Buffer
 
 _KEPT_REFUSALS = 1000
-_LAST_WORDS = 0.05  # seconds
+_LAST_WORDS = 0.05  # seconds to read what the other end has said, once this end cannot write
 _FAREWELL = 1.0  # seconds for this end to say that it has shut down
 
 
