@@ -6,7 +6,7 @@ python examples/collect.py
 import torch
 
 from collectors import GymEnv, MultiSyncCollector
-from learning import PPO, make_critic, make_policy
+from learning import MLP, PPO, make_actor_critic
 from wsync import SharedMemWeightSyncScheme
 
 FRAMES = 10_240
@@ -20,8 +20,7 @@ def make_env() -> GymEnv:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     env, scheme = make_env(), SharedMemWeightSyncScheme(acknowledge="published")
-    size = env.observation_spec["observation"].shape[-1]
-    policy, critic = make_policy(size, env.action_spec), make_critic(size)
+    policy, critic = make_actor_critic(MLP, env.observation_spec["observation"], env.action_spec)
     learner = PPO(policy, critic)
 
     with MultiSyncCollector(

@@ -4,7 +4,7 @@ from learning.actor_critic import ActorCritic
 from learning.advantages import gae, vtrace
 from learning.encoders import CNN, MLP
 from learning.impala import IMPALA
-from learning.making import make_actor_critic, make_critic, make_policy
+from learning.making import make_actor_critic, make_policy
 from learning.networks import CategoricalPolicy, Critic, GaussianPolicy, MultiCategoricalPolicy, Policy
 from learning.ppo import PPO
 from learning.recurrent import RNN, RecurrentNetwork, RecurrentPolicy
@@ -12,5 +12,5 @@ from learning.recurrent import RNN, RecurrentNetwork, RecurrentPolicy
 __all__ = [
     "CNN", "IMPALA", "MLP", "PPO", "RNN", "ActorCritic", "CategoricalPolicy", "Critic", "GaussianPolicy",
     "MultiCategoricalPolicy", "Policy", "RecurrentNetwork", "RecurrentPolicy", "gae", "make_actor_critic",
-    "make_critic", "make_policy", "vtrace",
+    "make_policy", "vtrace",
 ]  # fmt: skip

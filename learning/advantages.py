@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,25 +69,18 @@ def discounted_sum(delta: Tensor, decay: Tensor) -> Tensor:
     return torch.stack(backwards[::-1], dim=-1)
 
 
-class VTrace(NamedTuple):
-    """What `vtrace` returns, ``[*B, T]`` each."""
-
-    target: Tensor  # v_t, the critic's target
-    advantage: Tensor  # rho_t (r_t + gamma v_{t+1} - V(s_t)), the weight of log pi(a_t | s_t) in the policy gradient
-
-
 @torch.no_grad()
 def vtrace(
     log_ratio: Tensor, reward: Tensor, value: Tensor, next_value: Tensor, terminated: Tensor, done: Tensor, *,
     gamma: float, lmbda: float = 1.0, clip_rho: float = 1.0, clip_c: float = 1.0,
-) -> VTrace:  # fmt: skip
-    """Estimate V-trace targets, equation 1 of Espeholt et al. 2018, https://arxiv.org/abs/1802.01561.
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return V-trace targets and advantages, equation 1 of Espeholt et al. 2018, https://arxiv.org/abs/1802.01561.
 
     With ``rho_t = min(clip_rho, pi/mu)`` and ``c_t = lmbda min(clip_c, pi/mu)``, where ``pi/mu`` is the ratio of the
     probabilities of action ``a_t`` under the trained policy and under the one that acted, and
     ``delta_t = rho_t (r_t + gamma V(s'_t) - V(s_t))``, the target is
-    ``v_t = V(s_t) + delta_t + gamma c_t (v_{t+1} - V(s_{t+1}))``. The policy's advantage is that of section 4.2.
-    If both policies are the same and no clip is below 1, ``v_t - V(s_t)`` is the advantage of :func:`learning.gae`.
+    ``v_t = V(s_t) + delta_t + gamma c_t (v_{t+1} - V(s_{t+1}))``. The advantage is
+    ``rho_t (r_t + gamma v_{t+1} - V(s_t))``. For equal policies and no clip below 1, ``v_t - V(s_t)`` is that of `gae`.
 
     ``V(s'_t)`` is that of `gae`; where an episode is done, and in the last column, it is also used for ``v_{t+1}``. All
     tensors are ``[*B, T]``, time last: ``log_ratio`` is ``log pi(a_t | s_t) - log mu(a_t | s_t)``, and those with names
@@ -102,4 +95,4 @@ def vtrace(
     target = value + discounted_sum(delta, decay)
     following = torch.cat([target[..., 1:], future[..., -1:]], -1)
     advantage = rho * (reward + gamma * torch.where(done, future, following) - value)
-    return VTrace(target, advantage)
+    return target, advantage

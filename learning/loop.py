@@ -84,8 +84,8 @@ class WeightDelay:
 
     ``delays``: how many, for every version, or for one after the other. This is a weight sync with a long latency and
     enough bandwidth: versions are sent in order, and late; of those that become due together, the newest. Until the
-    first one is due, workers act with the weights that they were started with. The staleness of a frame is the newest
-    version sent, plus the number held back (``len``), less the frame's version.
+    first one is due, workers act with the weights that they were started with, after a resume as
+    well. The staleness of a frame is the newest version sent, plus the number held back (``len``), less the frame's.
     """
 
     def __init__(self, delays: int | Iterator[int] = 0) -> None:
@@ -99,7 +99,7 @@ class WeightDelay:
         return len(self._held_back)
 
     def acting_policy(self, policy: nn.Module) -> nn.Module:
-        """Return a module with the weights that workers have or start with; after a resume they may be older."""
+        """Return a module with the weights that workers have or start with: `policy` itself without a delay."""
         if self._acting is None and self._delays is not None:
             self._acting = copy.deepcopy(policy)
         return policy if self._acting is None else self._acting
@@ -118,18 +118,6 @@ class WeightDelay:
         self.skipped, acting = len(due) - 1, self.acting_policy(policy)
         acting.load_state_dict(due[-1])
         return acting
-
-    def state_dict(self) -> dict[str, Any]:
-        acting = None if self._acting is None else self._acting.state_dict()
-        return {"held_back": [weights for _, weights in self._held_back], "updates": self._updates, "acting": acting}
-
-    def load_state_dict(self, state: Mapping[str, Any], policy: nn.Module) -> None:
-        """Continue from where `state_dict` was taken, with delays of this object; `policy` is the learner's."""
-        if self._delays is not None and state["acting"] is not None:
-            self.acting_policy(policy).load_state_dict(state["acting"])
-            self._updates, held_back = state["updates"], state["held_back"]
-            first = self._updates - len(held_back) + 1
-            self._held_back.extend((i + next(self._delays), one) for i, one in enumerate(held_back, first))
 
 
 def delays(least: int, spread: int = 0, recorded: Path | None = None, seed: int = 0) -> int | Iterator[int]:
@@ -269,7 +257,6 @@ class Training:
             "learner": self.learner.state_dict(),
             "progress": self.progress.state_dict(),
             "rewards": self.rewards.state_dict(),
-            "delay": self.delay.state_dict(),
         }
 
     def resume(self, folder: Path) -> None:
@@ -282,7 +269,6 @@ class Training:
             self.learner.load_state_dict(state["learner"])
             self.progress.load_state_dict(state["progress"])
             self.rewards.load_state_dict(state["rewards"])
-            self.delay.load_state_dict(state["delay"], self.learner.policy)
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
             raise checkpoint.does_not_fit(folder, "this run", error) from error
         self.resumed_from, before = folder, self.progress

@@ -69,16 +69,7 @@ def make_policy(
 
     The action's spec decides about the distribution of actions: see :func:`make_actor_critic` for the rest, and errors.
     """
-    trunk = MLP(_spec(observation), hidden, activation)
-    size = feature_size(trunk, _spec(observation))
+    spec = Spec(torch.Size([observation]), torch.float32) if isinstance(observation, int) else observation
+    trunk = MLP(spec, hidden, activation)
+    size = feature_size(trunk, spec)
     return policy_for(action_spec, lambda outputs: Network(trunk, linear(size, outputs, 0.01)), initial_std)
-
-
-def make_critic(observation: int | SpecTree, hidden: Sequence[int] = (64, 64), activation: str = "tanh") -> Critic:
-    """Make a value network, observations ``[*B, *obs]`` to values ``[*B]``; see :func:`make_policy`."""
-    trunk = MLP(_spec(observation), hidden, activation)
-    return Critic(Network(trunk, linear(feature_size(trunk, _spec(observation)), 1, 1.0)))
-
-
-def _spec(observation: int | SpecTree) -> SpecTree:
-    return Spec(torch.Size([observation]), torch.float32) if isinstance(observation, int) else observation

@@ -6,15 +6,17 @@ import inspect
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, distributions, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from collectors.environments.specs import ACTION_MASK, Spec
+from collectors.environments.specs import ACTION_MASK, Array, Spec
 from collectors.rollouts.sampled import Act, SampledPolicy
 from learning.encoders import MLP, Observation
 from learning.normalization import ObservationNormalizer, normalized
@@ -41,22 +43,28 @@ class Network(nn.Module):
         return self.head(self.features(observation))
 
 
-def operations(module: nn.Module) -> list[tuple[Callable[..., Any], tuple[Tensor, ...]]]:
-    """Return what `module` computes as a chain of functions, each with the tensors that it takes beside its input.
+Operations = list[tuple[Callable[..., Array], tuple[Tensor, ...]]]
+"""Functions of arrays, each of the result of the one before and of the tensors that it takes beside it."""
+_FUNCTIONS: Any = {nn.Identity: np.asarray, nn.Tanh: np.tanh, nn.ReLU: lambda x: np.maximum(x, 0)}
 
-    To look a tensor up, or to call a module, takes as long as a small layer: a worker looks up once in a batch.
-    Versions are installed into the same tensors. A module with hooks, or of any other class, is one function.
+
+def operations(module: nn.Module) -> Operations | None:
+    """Return what `module` computes, as operations of numpy; None if it has hooks, or one of its modules is not known.
+
+    A function of torch takes several times as long in a loop with an environment, whose step between two of its calls
+    empties the processor's caches.
     """
-    kind = type(module)
+    kind, parts = type(module), [part for part in module._modules.values() if part is not None]
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
-        return [(module, ())]
-    if isinstance(module, nn.Linear) and kind is nn.Linear:
-        return [(functional.linear, (module.weight, module.bias))]
+        return None
+    if isinstance(module, nn.Linear) and kind is nn.Linear and module.bias is not None:
+        return [(lambda x, weight, bias: x @ weight.T + bias, (module.weight, module.bias))]
     if isinstance(module, ObservationNormalizer) and kind is ObservationNormalizer and module.paths == [()]:
         return [(normalized, (module.moments[0].mean, module.moments[0].scale))]
-    if kind not in (Network, MLP, nn.Sequential, nn.Identity):
-        return [(module, ())]
-    return [one for part in module._modules.values() if part is not None for one in operations(part)]
+    if kind not in (Network, MLP, nn.Sequential):
+        return [(_FUNCTIONS[kind], ())] if kind in _FUNCTIONS else None
+    found: list[Any] = [one for part in parts for one in operations(part) or (None,)]
+    return None if None in found else found
 
 
 class Policy(SampledPolicy):
@@ -78,19 +86,29 @@ class Policy(SampledPolicy):
     def to_parameters(self, output: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the parameters of the distribution for the network's `output`; `mask` is the action mask, bool."""
 
-    @override
-    def prepare(self) -> Act:
-        own = inspect.unwrap(type(self).distribution_parameters) is not Policy.distribution_parameters
-        if own or "distribution_parameters" in vars(self):  # of yours
-            return super().prepare()
-        chain, to_parameters, choose = operations(self.network), self.to_parameters, self.choose
+    def operations(self) -> Operations | None:
+        """Return operations that give the parameters at an observation, if there is no mask; None as `operations`."""
+        return operations(self.network)
 
-        def act(observation: Observation, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-            output = observation
-            for function, tensors in chain:
-                output = function(output, *tensors)
-            parameters = to_parameters(output, action_mask(observation))
-            return choose(parameters, noise), parameters
+    @override
+    def prepare(self, observation: Observation, noise: Tensor | None, on: torch.device) -> Act:
+        parts = [getattr(self, name) for name in ("distribution_parameters", "to_parameters", "choose")]
+        yours = any(inspect.unwrap(getattr(part, "__func__", part)).__module__ != __name__ for part in parts)
+        known = self.operations() if isinstance(observation, Tensor) and not yours else None
+        tensors = [one for _, some in known or () for one in some]
+        if known is None or any(one.dtype is not torch.float32 or not one.is_cpu for one in tensors):
+            return super().prepare(observation, noise, on)
+        current, rows, memory, steps = observation.numpy(), None if noise is None else noise.numpy(), [], []
+        choose: Any = self.choose
+
+        def act(t: int) -> tuple[Array, Array]:
+            nonlocal memory, steps
+            if memory != (now := [one.data_ptr() for one in tensors]):  # a version is bound to its own memory
+                memory, steps = now, [(function, [one.detach().numpy() for one in some]) for function, some in known]
+            parameters: Any = current
+            for function, arrays in steps:
+                parameters = function(parameters, *arrays)
+            return choose(parameters, None if rows is None else rows[t]), parameters
 
         return act
 
@@ -135,7 +153,7 @@ class CategoricalPolicy(Policy):
         uniform = parameters.new_empty((*steps, *parameters.shape), dtype=dtype).uniform_(torch.finfo(dtype).tiny, 1)
         return uniform.log_().neg_().log_().neg_()  # finite: a choice with a score of -inf is never taken
 
-    def choose(self, parameters: Tensor, noise: Tensor | None) -> Tensor:
+    def choose(self, parameters: Any, noise: Any) -> Any:
         """Choose by the Gumbel-max method, https://arxiv.org/abs/1611.01144."""
         return (parameters if noise is None else parameters + noise).argmax(-1)
 
@@ -160,9 +178,11 @@ class MultiCategoricalPolicy(CategoricalPolicy):
         return self._by_choice(mask, False).any(-1).all(-1)
 
     @override
-    def choose(self, parameters: Tensor, noise: Tensor | None) -> Tensor:
+    def choose(self, parameters: Any, noise: Any) -> Any:
         scores = parameters if noise is None else parameters + noise
-        return self._by_choice(scores, -math.inf).argmax(-1)
+        ends = [*accumulate(self.nvec, initial=0)]
+        kind: Any = torch if isinstance(scores, Tensor) else np
+        return kind.stack([scores[..., begin:end].argmax(-1) for begin, end in pairwise(ends)], -1)
 
     @override
     def from_parameters(self, parameters: Tensor) -> distributions.Independent:
@@ -202,23 +222,34 @@ class GaussianPolicy(Policy):
 
     @override
     def to_parameters(self, output: Tensor, mask: Tensor | None = None) -> Tensor:  # a mask has no meaning here
-        half_range = self.half_range
-        mean = self.center + half_range * output
-        return torch.cat([mean, (half_range * self.log_std.exp()).expand_as(mean)], -1)
+        return _mean_and_std(output, self.center, self.half_range, self.log_std)
+
+    @override
+    def operations(self) -> Operations | None:
+        known = operations(self.network)
+        return known and [*known, (_mean_and_std, (self.center, self.half_range, self.log_std))]
 
     @override
     def noise(self, parameters: Tensor, *steps: int) -> Tensor:
         return parameters.new_empty((*steps, *parameters.shape[:-1], parameters.shape[-1] // 2)).normal_()
 
     @override
-    def choose(self, parameters: Tensor, noise: Tensor | None) -> Tensor:
-        mean, std = parameters.chunk(2, -1)
+    def choose(self, parameters: Any, noise: Any) -> Any:
+        size = parameters.shape[-1] // 2
+        mean, std = parameters[..., :size], parameters[..., size:]
         return mean if noise is None else mean + std * noise
 
     @override
     def from_parameters(self, parameters: Tensor) -> distributions.Independent:
         mean, std = parameters.chunk(2, -1)
         return distributions.Independent(distributions.Normal(mean, std, validate_args=False), 1, validate_args=False)
+
+
+def _mean_and_std(output: Any, center: Any, half_range: Any, log_std: Any) -> Any:
+    """Return a Gaussian's parameters, of tensors or of arrays."""
+    kind: Any = torch if isinstance(output, Tensor) else np
+    mean = center + half_range * output
+    return kind.concatenate([mean, kind.zeros_like(mean) + half_range * kind.exp(log_std)], -1)
 
 
 class Critic(nn.Module):

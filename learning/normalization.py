@@ -79,9 +79,9 @@ class ObservationNormalizer(nn.Module):
         return any(moments.count.item() == 0 for moments in self.moments)
 
 
-def normalized(part: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """Return `part` with the mean and the scale of its `Moments` taken out, clipped."""
-    return (part - mean).mul_(scale).clamp_(-CLIP, CLIP)
+def normalized(part: Any, mean: Any, scale: Any) -> Any:
+    """Return `part`, a tensor or an array, with the mean and the scale of its `Moments` taken out, clipped."""
+    return ((part - mean) * scale).clip(-CLIP, CLIP)
 
 
 def _is_measured(spec: Spec) -> bool:

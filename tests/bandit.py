@@ -1,13 +1,14 @@
 """Small learners, and experience of a bandit for them."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDict
 
 from collectors.environments.specs import Spec
-from learning import make_critic, make_policy
+from learning import MLP, make_actor_critic
 
 CHOICE = Spec(torch.Size([3]), torch.int64, n=3)
 TORQUES = Spec(torch.Size([2]), torch.float32, torch.tensor([-2.0, 0.0]), torch.tensor([2.0, 10.0]))
@@ -16,7 +17,8 @@ L = TypeVar("L")
 
 def learner_of(kind: Callable[..., L], spec: Spec = CHOICE, seed: int = 0, **options: Any) -> L:
     torch.manual_seed(seed)
-    return kind(make_policy(4, spec, (8, 8)), make_critic(4, (8, 8)), **options)
+    observation = Spec(torch.Size([4]), torch.float32)
+    return kind(*make_actor_critic(partial(MLP, hidden=(8, 8)), observation, spec), **options)
 
 
 def four_numbers(*batch: int) -> torch.Tensor:

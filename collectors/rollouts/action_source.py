@@ -63,8 +63,8 @@ class ActionSource(ABC):
 
     outputs: Mapping[Key, torch.Tensor]
 
-    def begin(self, steps: int, *, after_random: bool) -> None:  # noqa: B027  most sources prepare nothing
-        """Prepare ``steps`` calls of ``act``, the rest of a batch; the frame before may have had a random action."""
+    def begin(self, rows: range, *, after_random: bool) -> None:  # noqa: B027  most sources prepare nothing
+        """Prepare ``act`` for ``rows``, the rest of a batch; the frame before may have had a random action."""
 
     @abstractmethod
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
@@ -144,7 +144,7 @@ class CalledPolicy(ActionSource):
 
         self._act = gate(act)
 
-    def begin(self, steps: int, *, after_random: bool) -> None:
+    def begin(self, rows: range, *, after_random: bool) -> None:
         """Start from a state of zero after random actions."""
         if after_random and self._state is not None:
             self._state.start_anew()
@@ -212,7 +212,6 @@ class PolicyInParts(ActionSource):
     ) -> None:
         self._policy, self._device = policy, device
         self._observation = as_tensors(stepper.observation, stepper.num_envs)  # always with a leading dimension
-        self._stays = device == self._observation.device
 
         # The gate of a synchronised module is in its call, which its parts bypass. It is entered without a scheme, too
         # (unlike that of ``CalledPolicy``): a network waits for no other thread, which might need the gate.
@@ -225,43 +224,35 @@ class PolicyInParts(ActionSource):
             parameters, action, log_prob = wsync.gated(example, policy)()
         chosen = {"action": action, "action_log_prob": log_prob}
         self._like = parameters
-        read = torch.Tensor.numpy if _is_plain(action) else to_numpy
 
-        def act(
-            observation: torch.Tensor, noise: torch.Tensor | None, parameters: torch.Tensor, columns: Columns, t: int
-        ) -> int:
-            action, computed = self._choose(observation, noise)
-            parameters.copy_(computed)
-            columns.action[t] = read(action)
+        def act(columns: Columns, t: int) -> int:
+            columns.action[t], self._parameters[t] = self._choose(t - self._first)
             return version()
 
         self._act = wsync.gated(act, policy)
         outputs: dict[Key, torch.Tensor] = {key: torch.from_numpy(to_numpy(value)) for key, value in chosen.items()}
         self.outputs = outputs if batched else {key: value[0] for key, value in outputs.items()}
 
-    def begin(self, steps: int, *, after_random: bool) -> None:
+    def begin(self, rows: range, *, after_random: bool) -> None:
         """Draw the noise of all steps."""
-        like, noise = self._like, [None] * steps
+        like, noise, steps = self._like, None, len(rows)
         if not greedy():
-            drawn, leading = self._policy.noise(like, steps), (steps, *like.shape[:-1])
-            if drawn.shape[: len(leading)] != leading:
-                said = f"{type(self._policy).__name__}.noise(parameters, {steps}) has shape {list(drawn.shape)}"
+            noise, leading = self._policy.noise(like, steps), (steps, *like.shape[:-1])
+            if noise.shape[: len(leading)] != leading:
+                said = f"{type(self._policy).__name__}.noise(parameters, {steps}) has shape {list(noise.shape)}"
                 raise ValueError(f"{said}: it has to start with {list(leading)}")
-            noise = drawn.unbind()
-        self._parameters = like.new_empty((steps, *like.shape))
-        self._rows = zip(noise, self._parameters.unbind(), strict=True)
-        self._choose = self._policy.prepare()  # anew: a tensor may have been replaced between two batches
+        self._first, self._parameters = rows.start, np.empty((rows.stop, *like.shape), to_numpy(like).dtype)
+        self._choose = self._policy.prepare(self._observation, noise, self._device)  # a tensor may be a new one
 
     def act(self, columns: Columns, t: int) -> tuple[Array, int]:
         """Compute parameters, and choose."""
-        observation = self._observation if self._stays else self._observation.to(self._device)
-        version = self._act(observation, *next(self._rows), columns, t)
-        return columns.action[t], version
+        return columns.action[t], self._act(columns, t)
 
     def finish(self, columns: Columns, first: int) -> None:
         """Compute the log-probabilities of all steps."""
         actions = torch.from_numpy(columns.action[first:]).to(self._device)
-        columns.others["action_log_prob"][first:] = to_numpy(self._policy.log_prob(self._parameters, actions))
+        parameters = torch.from_numpy(self._parameters[first:]).to(self._device, self._like.dtype)
+        columns.others["action_log_prob"][first:] = to_numpy(self._policy.log_prob(parameters, actions))
 
 
 def _states_of(output: TensorDictBase | Mapping) -> dict[str, torch.Tensor]:
@@ -289,10 +280,9 @@ def _outputs(output: TensorDictBase) -> tuple[dict[Key, torch.Tensor], Callable[
     }
     if "action" not in outputs:
         raise ValueError(f'the policy wrote {sorted(outputs)}, and no "action" among them')
-    read = torch.Tensor.numpy if all(_is_plain(value) for value in outputs.values()) else to_numpy
+    read = (
+        torch.Tensor.numpy
+        if all(one.is_cpu and one.dtype is not torch.bfloat16 for one in outputs.values())
+        else to_numpy
+    )
     return {key: torch.from_numpy(to_numpy(value)) for key, value in outputs.items()}, read
-
-
-def _is_plain(value: torch.Tensor) -> bool:
-    """Whether ``numpy()`` can read it; it takes half as long as ``to_numpy``."""
-    return value.is_cpu and value.dtype is not torch.bfloat16

@@ -122,7 +122,7 @@ class Rollout:
             for t in range(columns.steps):
                 if t < policy_from and self.policy is not None and self.frames >= self.init_random_frames:
                     policy_from = t
-                    source.begin(columns.steps - policy_from, after_random=self._ended_at_random or policy_from > 0)
+                    source.begin(range(t, columns.steps), after_random=self._ended_at_random or policy_from > 0)
                 columns.observation[t] = stepper.observation
                 action, versions[t] = (self._at_random if t < policy_from else source).act(columns, t)
                 stepper.step(action)

@@ -10,10 +10,12 @@ from typing import Any
 from tensordict import TensorDictBase
 from tensordict.nn import InteractionType, TensorDictModule, TensorDictModuleBase
 from tensordict.nn.probabilistic import interaction_type
-from torch import Tensor, nn
+from torch import Tensor, device, nn
+
+from collectors.environments.specs import Array, to_numpy
 
 Call = Callable[[TensorDictBase], Any]
-Act = Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor]]
+Act = Callable[[int], tuple[Array, Array]]
 
 
 class SampledPolicy(TensorDictModuleBase, ABC):
@@ -54,14 +56,22 @@ class SampledPolicy(TensorDictModuleBase, ABC):
     def choose(self, parameters: Tensor, noise: Tensor | None) -> Tensor:
         """Return an action for each row of `parameters` ``[*B, P]``; without noise ``[*B, N]``, the most likely one."""
 
-    def prepare(self) -> Act:
-        """Return a function of observation and noise that gives what `choose` does, and its parameters.
+    def prepare(self, observation: Any, noise: Tensor | None, on: device) -> Act:
+        """Return a function of a step of the next batch: it gives what `choose` does there, and its parameters.
 
-        A collector calls this once in a batch. Yours may keep tensors of the module: versions are written into them.
+        A collector calls this once in a batch. Yours may keep tensors of the module, which get the weights of versions.
+
+        Args:
+            observation: a tensor, or a TensorDict, on the CPU; each step is written to this memory.
+            noise: of all steps, ``[T, *B, N]``; None to choose the most likely actions.
+            on: the device of the module.
         """
+        rows = None if noise is None else noise.unbind()
 
-        def act(observation: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-            return self.choose(parameters := self.distribution_parameters(observation), noise), parameters
+        def act(t: int) -> tuple[Array, Array]:
+            parameters = self.distribution_parameters(observation.to(on))
+            action = self.choose(parameters, None if rows is None else rows[t])
+            return to_numpy(action), to_numpy(parameters)
 
         return act
 

@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import cloudpickle
@@ -21,6 +22,7 @@ from torch import nn
 import wsync
 from collectors import MultiAsyncCollector, MultiSyncCollector, SampledPolicy
 from collectors.distributed import DistributedCollector
+from learning.networks import GaussianPolicy
 
 for module in (sys.modules[__name__], stepping):
     cloudpickle.register_pickle_by_value(module)  # no worker has these files in its path
@@ -59,6 +61,11 @@ class Telling(SampledPolicy):
     def log_prob(self, parameters: torch.Tensor, action: torch.Tensor) -> torch.Tensor:
         return (parameters + action).mean(-1) / 2
 
+    def check(self, batch: TensorDictBase) -> None:
+        version = batch["policy_version"].float()
+        assert torch.equal(batch["action"], version.unsqueeze(-1).expand_as(batch["action"]))
+        assert torch.equal(batch["action_log_prob"], version)
+
 
 class Showing(Telling):
     """Is called, and shows weights: what it writes are views of them."""
@@ -69,18 +76,41 @@ class Showing(Telling):
         return tensordict.set("action_log_prob", last[-1].expand(tensordict.batch_size))
 
 
-CASES: dict[str, tuple[Callable[..., Any], Callable[[], wsync.WeightSyncScheme], type[Telling]]] = {
+class Layered(GaussianPolicy):
+    """Acts by numpy. What it does depends on the weights of all layers."""
+
+    def __init__(self) -> None:
+        sizes = pairwise([4, 256, 256, SEEN])
+        unbounded = torch.full((SEEN,), torch.inf)
+        super().__init__(nn.Sequential(*(nn.Linear(*size) for size in sizes)), -unbounded, unbounded, 1e-9)
+
+    def become(self, version: int) -> Layered:
+        with torch.no_grad():
+            for weight in self.network.parameters():
+                weight.fill_(version)
+        return self
+
+    @torch.no_grad()
+    def check(self, batch: TensorDictBase) -> None:
+        for version in batch["policy_version"].unique().tolist():
+            own = batch[batch["policy_version"] == version]
+            expected = Layered().become(version).network(own["observation"])
+            torch.testing.assert_close(own["action"], expected, rtol=1e-5, atol=0.0)
+
+
+CASES: dict[str, tuple[Callable[..., Any], Callable[[], wsync.WeightSyncScheme], Callable[[], Any]]] = {
     "installed": (MultiAsyncCollector, partial(wsync.SharedMemWeightSyncScheme, acknowledge="installed"), Telling),
     "published": (MultiAsyncCollector, wsync.SharedMemWeightSyncScheme, Telling),
     "published, in step": (MultiSyncCollector, wsync.SharedMemWeightSyncScheme, Telling),
     "published, views": (MultiAsyncCollector, wsync.SharedMemWeightSyncScheme, Showing),
+    "published, by numpy": (MultiAsyncCollector, wsync.SharedMemWeightSyncScheme, lambda: Layered().become(1)),
     "multiprocess": (MultiAsyncCollector, wsync.MultiProcessWeightSyncScheme, Telling),
     "multiprocess, views": (MultiAsyncCollector, wsync.MultiProcessWeightSyncScheme, Showing),
     "tcp": (DistributedCollector, wsync.DistributedWeightSyncScheme, Telling),
 }
 
 
-QUICK = {"published", "multiprocess, views", "tcp"}
+QUICK = {"published", "published, by numpy", "multiprocess, views", "tcp"}
 """The others combine what these have otherwise."""
 
 
@@ -88,22 +118,21 @@ QUICK = {"published", "multiprocess, views", "tcp"}
 def test_every_step_is_of_the_version_that_it_is_said_to_be_of(case: str) -> None:
     kind, make_scheme, make_policy = CASES[case]
     scheme, over, versions = make_scheme(), threading.Event(), set()
+    learned = make_policy()
     with kind([Floor] * 2, make_policy(), frames_per_batch=200, weight_sync_schemes={"policy": scheme}) as collector:
 
         def learn() -> None:
-            learner = make_policy()
             while not over.is_set():
-                collector.update_policy_weights_(learner.become(scheme.version + 1))
+                collector.update_policy_weights_(learned.become(scheme.version + 1))
 
         learning = threading.Thread(target=learn)
         learning.start()
         try:
             while len(versions) < 50:
                 batch = next(collector)
-                version = batch["policy_version"].float()
+                version = batch["policy_version"]
                 assert (version.diff() >= 0).all()
-                assert torch.equal(batch["action"], version.unsqueeze(-1).expand_as(batch["action"]))
-                assert torch.equal(batch["action_log_prob"], version)
+                learned.check(batch)
                 versions |= set(version.flatten().tolist())
         finally:
             over.set()

@@ -348,9 +348,9 @@ def test_an_action_that_the_policy_never_takes_changes_nothing_before_it() -> No
     first = vtrace(log_ratio, reward, value, *rest, gamma=0.9)
     reward[:, 3:] += 100.0
     second = vtrace(log_ratio, reward, value, *rest, gamma=0.9)
-    assert torch.equal(first.target[:, :4], second.target[:, :4])
-    assert torch.equal(first.target[:, 3], value[:, 3]) and (first.advantage[:, 3] == 0).all()
-    assert not torch.allclose(first.target[:, 4:], second.target[:, 4:])
+    assert torch.equal(first[0][:, :4], second[0][:, :4])
+    assert torch.equal(first[0][:, 3], value[:, 3]) and (first[1][:, 3] == 0).all()
+    assert not torch.allclose(first[0][:, 4:], second[0][:, 4:])
 
 
 @pytest.mark.parametrize("unknown", [math.nan, math.inf, -math.inf])

@@ -8,6 +8,7 @@ import pickle
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,12 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 import collectors.workers.records
-from collectors import Collector, MultiSyncCollector
+from collectors import MultiSyncCollector
 from collectors.batches import Staleness
 from collectors.environments.specs import Spec
 from collectors.envs import GymEnv
 from collectors.errors import ConfigError
-from learning import IMPALA, PPO, Policy, checkpoint, make_critic, make_policy
+from learning import IMPALA, MLP, PPO, Policy, checkpoint, make_actor_critic
 from learning.actor_critic import Diverged, UnusableBatch
 from learning.checkpoint import CheckpointError
 from learning.loop import Goal, StopRequest, Training, WeightDelay, delays
@@ -92,8 +93,8 @@ class RecordingReporter(Reporter):
 
 
 def training(folder: Path, *reporters: Reporter, scheme: type[WeightSyncScheme] = NoWeightSyncScheme) -> Training:
-    policy = make_policy(4, Spec(torch.Size([2]), torch.int64, n=2), (8,))
-    learner = PPO(policy, make_critic(4, (8,)))
+    four, choice = Spec(torch.Size([4]), torch.float32), Spec(torch.Size([2]), torch.int64, n=2)
+    learner = PPO(*make_actor_critic(partial(MLP, hidden=(8,)), four, choice))
     return Training(learner, scheme(), Goal(1000), folder, 0.0, reporters=reporters)
 
 
@@ -302,7 +303,7 @@ def test_workers_act_with_the_weights_of_so_many_updates_ago_and_the_rows_tell_i
 ) -> None:
     torch.manual_seed(0)
     env, scheme, reporter = GymEnv("CartPole-v1"), SharedMemWeightSyncScheme(), Rows()
-    learner = Recorded(make_policy(4, env.action_spec), make_critic(4), lr=1e-2)
+    learner = Recorded(*make_actor_critic(MLP, env.observation_spec["observation"], env.action_spec), lr=1e-2)
     delay = WeightDelay(late if isinstance(late, int) else iter(late))
     training = Training(learner, scheme, Goal(64 * 6), tmp_path, reporters=[reporter], delay=delay)
     with MultiSyncCollector(
@@ -312,30 +313,6 @@ def test_workers_act_with_the_weights_of_so_many_updates_ago_and_the_rows_tell_i
     assert learner.acted == acting[:6]
     assert [row.staleness for row in reporter.rows] == [batch - acting[batch] for batch in range(6)]
     assert [row.version for row in reporter.rows] == [1 + version for version in acting[1:]]
-
-
-@pytest.mark.parametrize("then", [3, 2, 1, 0])
-def test_a_resumed_run_keeps_the_delay(then: int, tmp_path: Path) -> None:
-    """It has a delay of 2, and goes on with another one, or the same."""
-    torch.manual_seed(0)
-    env, reporter, versions = GymEnv("CartPole-v1"), Rows(), []
-    for batches, late in ((4, 2), (8, then)):
-        learner = Recorded(make_policy(4, env.action_spec), make_critic(4), lr=1e-2)
-        scheme, delay = SharedMemWeightSyncScheme(), WeightDelay(late)
-        training = Training(learner, scheme, Goal(32 * batches), tmp_path, reporters=[reporter], delay=delay)
-        if versions:
-            training.resume(tmp_path)
-            learner.versions = versions
-        with Collector(
-            lambda: GymEnv("CartPole-v1"), delay.acting_policy(learner.policy), frames_per_batch=32,
-            weight_sync_schemes={"policy": scheme},
-        ) as collector:  # fmt: skip
-            collector.load_state_dict({"frames": training.progress.frames, "policy_version": training.progress.version})
-            training.run(collector, StopRequest(), {})
-        versions = learner.versions
-    expected = {3: [2, 2, 3, 4], 2: [2, 3, 4, 5], 1: [2, 4, 5, 6], 0: [4, 5, 6, 7]}[then]
-    assert learner.acted == expected
-    assert [row.staleness for row in reporter.rows[4:]] == [batch - acted for batch, acted in enumerate(expected, 4)]
 
 
 # --- a checkpoint is whole or not there, and nothing in it is executed ---

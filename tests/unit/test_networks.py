@@ -81,21 +81,27 @@ def test_a_worker_acts_with_the_network_and_its_hooks_and_what_a_class_overrides
     network.normalizer.update(3 * torch.randn(100, 4) + 1)
     network.trunk.layers[3] = network.trunk.layers[1]  # one activation, used twice
 
-    def require_same(act: Any) -> None:
-        parameters = policy.distribution_parameters(observation)
-        noise = policy.noise(parameters)
-        torch.testing.assert_close(act(observation, noise), (policy.choose(parameters, noise), parameters))
+    noise = policy.noise(policy.distribution_parameters(observation), 3)
 
-    require_same(prepared := policy.prepare())
+    def prepare() -> Any:
+        return policy.prepare(observation, noise, torch.device("cpu"))
+
+    def require_same(act: Any) -> None:
+        observation.normal_()  # the environment writes to this memory
+        parameters = policy.distribution_parameters(observation)
+        acted = tuple(torch.from_numpy(one) for one in act(2))
+        torch.testing.assert_close(acted, (policy.choose(parameters, noise[2]), parameters))
+
+    require_same(prepared := prepare())
     for i, weight in enumerate([*policy.parameters(), *policy.buffers()]):  # versions are written and bound
         weight.data = weight + 1 if i % 2 else weight.data.add_(1)
     require_same(prepared)
     network.trunk.layers[2].register_forward_hook(lambda *arguments: calls.append(1) or 2 * arguments[-1])
-    require_same(policy.prepare())
+    require_same(prepare())
     assert len(calls) == 2
     policy.__class__ = type("Sharp", (type(policy),), {"distribution_parameters": lambda self, x: 1 + self.network(x)})
     if spec is CHOICE:
-        require_same(policy.prepare())
+        require_same(prepare())
 
 
 def test_networks_are_of_the_observations_dtype_whatever_the_default_is() -> None:
