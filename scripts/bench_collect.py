@@ -1,8 +1,9 @@
 """Frames per second of collection, beside a bare loop of Gymnasium in the same run.
 
-The bare loop steps the same environments with the same policy, in as many processes, and stores nothing. All contenders
-of one width take turns, in short slices, so that a noisy machine is noisy for all of them; what counts is the median of
-the ratios within a round. The policy is 2 x 64 tanh, or for images the Nature network.
+The bare loop steps the same environments with the same policy, in as many processes, and stores nothing; so does a loop
+with random actions, drawn before: the simulator alone. All contenders of one width take turns, in short slices, so that
+a noisy machine is noisy for all of them; what counts is the median of the ratios within a round. The policy is 2 x 64
+tanh, or for images the Nature network.
 
     python scripts/bench_collect.py
     python scripts/bench_collect.py --env HalfCheetah-v5 --width 8      # needs gymnasium[mujoco]
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import partial
+from itertools import cycle
 from multiprocessing.connection import Connection
 from typing import Annotated, Any
 
@@ -81,14 +83,15 @@ def policy(env_id: str) -> Policy:
 
 
 class BareLoop:
-    """Steps ``width`` environments with the actions that the policy samples; stores nothing.
+    """Steps ``width`` environments with the actions that the policy samples, or with ``random`` ones; stores nothing.
 
     Actions of a continuous space are not clipped, although they should be: this loop is to do no more than it must.
     """
 
-    def __init__(self, env_id: str, width: int) -> None:
+    def __init__(self, env_id: str, width: int, random: bool) -> None:
         self.env, self.policy = bare_env(env_id, width), policy(env_id)
         self.width = width
+        self._drawn = cycle([self.env.action_space.sample() for _ in range(64)]) if random else None
         self._observation, _ = self.env.reset(seed=0)
 
     @torch.inference_mode()
@@ -107,16 +110,18 @@ class BareLoop:
         self._observation = observation
         return frames, elapsed
 
-    def _act(self, observation) -> object:
+    def _act(self, observation) -> Any:
+        if self._drawn is not None:
+            return next(self._drawn)
         seen = torch.as_tensor(observation)
         seen = seen if seen.dtype is torch.uint8 else seen.float()
         parameters = self.policy.distribution_parameters(seen)
         return self.policy.choose(parameters, self.policy.noise(parameters)).numpy()
 
 
-def serve(channel: Connection, _worker: int, env_id: str, width: int) -> None:
+def serve(channel: Connection, _worker: int, *made_of: Any) -> None:
     """Run a ``BareLoop`` for the number of seconds that ``channel`` receives; a target of ``worker_processes``."""
-    loop = BareLoop(env_id, width)
+    loop = BareLoop(*made_of)
     try:
         while True:
             channel.send(loop.run(channel.recv()))
@@ -125,17 +130,17 @@ def serve(channel: Connection, _worker: int, env_id: str, width: int) -> None:
 
 
 @contextmanager
-def bare(env_id: str, width: int, processes: int) -> Iterator[Turn]:
+def bare(env_id: str, width: int, processes: int, random: bool = False) -> Iterator[Turn]:
     """Run the bare loop in this process, or in ``processes`` of their own at the same time, none waiting for another.
 
     Processes are asked for the same time, so their frames are added up.
     """
     if not processes:
-        loop = BareLoop(env_id, width)
+        loop = BareLoop(env_id, width, random)
         yield loop.run
         loop.env.close()
         return
-    with worker_processes(serve, processes, env_id, width) as pipes:
+    with worker_processes(serve, processes, env_id, width, random) as pipes:
 
         def turn(seconds: float) -> tuple[int, float]:
             answers = pipes.ask(seconds)
@@ -179,7 +184,10 @@ def contenders(env_id: str, width: int, steps: int, workers: list[int]) -> list[
         where = "this process" if count == 0 else "1 worker" if count == 1 else f"{count} workers"
         collector = f"{'MultiSyncCollector' if count else 'Collector'}, {where}"
         collect = partial(ours, env_id, width, steps, count)
-        groups.append({f"bare loop, {where}": partial(bare, env_id, width, count), collector: collect})
+        loop = partial(bare, env_id, width, count)
+        groups.append(
+            {f"bare loop, {where}": loop, f"random actions, {where}": partial(loop, True), collector: collect}
+        )
     return groups
 
 
