@@ -71,5 +71,4 @@ def make_policy(
     """
     spec = Spec(torch.Size([observation]), torch.float32) if isinstance(observation, int) else observation
     trunk = MLP(spec, hidden, activation)
-    size = feature_size(trunk, spec)
-    return policy_for(action_spec, lambda outputs: Network(trunk, linear(size, outputs, 0.01)), initial_std)
+    return policy_for(action_spec, lambda n: Network(trunk, linear(feature_size(trunk, spec), n, 0.01)), initial_std)

@@ -43,8 +43,8 @@ class Network(nn.Module):
         return self.head(self.features(observation))
 
 
-Operations = list[tuple[Callable[..., Array], tuple[Tensor, ...]]]
-"""Functions of arrays, each of the result of the one before and of the tensors that it takes beside it."""
+Operations = list[tuple[Callable[..., Array], tuple[Tensor, ...]]]  # functions, and the tensors that each takes
+_SMALL = 2**18  # multiplications in a layer; with more, numpy's BLAS may use all cores, and torch is as fast
 _FUNCTIONS: Any = {nn.Identity: np.asarray, nn.Tanh: np.tanh, nn.ReLU: lambda x: np.maximum(x, 0)}
 
 
@@ -96,7 +96,8 @@ class Policy(SampledPolicy):
         yours = any(inspect.unwrap(getattr(part, "__func__", part)).__module__ != __name__ for part in parts)
         known = self.operations() if isinstance(observation, Tensor) and not yours else None
         tensors = [one for _, some in known or () for one in some]
-        if known is None or any(one.dtype is not torch.float32 or not one.is_cpu for one in tensors):
+        forms = {(one.dtype, one.device.type, one.numel() * len(observation) <= _SMALL) for one in tensors}
+        if known is None or forms - {(torch.float32, "cpu", True)}:
             return super().prepare(observation, noise, on)
         current, rows, memory, steps = observation.numpy(), None if noise is None else noise.numpy(), [], []
         choose: Any = self.choose
