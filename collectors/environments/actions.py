@@ -24,8 +24,8 @@ def _has_rows(action: Array, num_envs: int) -> bool:
 
 def _checked(index: Array, options: Sequence[int]) -> Array:
     """Return indices ``[E, k]`` as a copy, int64; raise ValueError for one that is no index of its choice."""
-    with np.errstate(invalid="ignore"):  # of NaN
-        taken = index.astype(np.int64)  # a copy: an environment may keep it
+    finite = index if index.dtype.kind != "f" else np.nan_to_num(index, nan=-1, posinf=-1, neginf=-1)
+    taken = finite.astype(np.int64)  # a copy: an environment may keep it
     wrong = (taken != index) | (taken < 0) | (taken >= options)
     if np.count_nonzero(wrong):
         row, choice = np.argwhere(wrong)[0]
