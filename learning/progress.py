@@ -30,7 +30,7 @@ class SyncRow:
     latency_us: float
     p50_us: float
     p95_us: float
-    p99_us: float
+    p99_us: float | None  # of 100 updates, at least
     bytes: int
     phases_us: Mapping[str, float]
 
@@ -161,10 +161,10 @@ class Progress:
         report, self.version, sync = metrics.last, version, None
         if report is not None and report is not self._reported:  # a send that does not wait is reported later
             self._reported = report
-            self._recent_us.append(report.seconds * 1e6)
-            p50, p95, p99 = (percentile(self._recent_us, share) for share in (0.5, 0.95, 0.99))
+            (recent := self._recent_us).append(report.seconds * 1e6)
+            p50, p95, p99 = (percentile(recent, share) for share in (0.5, 0.95, 0.99))
             phases = {phase: seconds * 1e6 for phase, seconds in report.phases.items()}
-            sync = SyncRow(self._recent_us[-1], p50, p95, p99, report.bytes, phases)
+            sync = SyncRow(recent[-1], p50, p95, p99 if len(recent) >= WINDOW else None, report.bytes, phases)
         same = ("frames", "seconds", "frames_per_second", "seconds_learning", "episodes", "version", "resumes")
         return Row(
             **{name: getattr(self, name) for name in (*same, "dropped_batches", "dropped_frames")},

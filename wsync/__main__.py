@@ -32,7 +32,9 @@ def main() -> None:
     try:
         table = table_of(read(*sys.argv[2:]))
         if not console.is_terminal:
-            console.print(table)
+            with console.capture() as printed:
+                console.print(table)
+            print(*(line.rstrip() for line in printed.get().splitlines()), sep="\n")
             sys.exit(any(row.style for row in table.rows))
         with Live(table, console=console, auto_refresh=False) as live:
             while True:
@@ -47,18 +49,21 @@ def main() -> None:
 def read(source: str = "") -> list[dict[str, Any]]:
     """Return the rows, which say if a run is over. OSError, ValueError: there are none, or they cannot be read."""
     if source and not Path(source).is_dir():
+        if ":" not in source:
+            raise ValueError(f"there is no folder {source}; an address is HOST:PORT")
         with urlopen(f"http://{source}/ledger", timeout=5) as answer:
             return json.load(answer)
     found = Path(source or "outputs").rglob(LEDGER)
     path = max(found, key=lambda one: one.stat().st_mtime, default=Path(source, LEDGER))
     rows, written, summary = json.loads(path.read_bytes()), path.stat().st_mtime, path.with_name("summary.json")
     over = summary.exists() and summary.stat().st_mtime >= written  # else it is of a run that this one continues
+    failed = (json.loads(summary.read_bytes()).get("error") or "").partition("\n")[0] if over else ""
     for row in rows:
         host, _, pid = row.get("trainer", "").rpartition(":")
         killed = not over and host == os.uname().nodename and not os.path.exists(f"/proc/{pid}")
         row["now"] = written if over or killed else time.time()
         if over and row["state"] == "alive":
-            row["state"] = "ended"
+            row["state"], row["error"] = "ended", row["error"] or failed
         elif killed:
             row["state"], row["error"] = "dead", row["error"] or "its trainer's process is gone"
     return rows

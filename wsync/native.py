@@ -24,9 +24,9 @@ def _load() -> tuple[ModuleType | None, str]:
     try:
         _native: Any = importlib.import_module("wsync._native")
     except ImportError as error:
-        return None, f"it was not built: `pip install -e .` builds it, with a C compiler ({error})"
+        return None, f"the C extension was not built: `pip install -e .` builds it, with a C compiler ({error})"
     if _native.REVISION != _REVISION:
-        return None, "it was built from other sources: `pip install -e .` builds it again"
+        return None, "the C extension was built from other sources: `pip install -e .` builds it again"
     table: object | None = Tensor.__dict__.get("__dlpack_c_exchange_api__")
     if table is None:
         return None, f"PyTorch {torch.__version__} has no table of DLPack's functions"

@@ -86,7 +86,7 @@ class Workers(Outlet):
         self._arena = SenderArena(2 * num_workers + _SPARE_BLOCKS) if arena and native is not None else None
         self._serial, self._serial_of = 0, dict[str, int]()  # the number of what updates require: see `store_header`
         if arena and native is None:
-            _log.warning("weights go through sockets, more slowly than through shared memory: %s", why_not)
+            _log.warning("wsync: weights go through sockets, more slowly than through shared memory: %s", why_not)
         self._pool = BufferPool(device)
         self._layout: Layout | None = None
         self._lock = threading.Lock()

@@ -190,7 +190,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         *((f"  {phase}", microseconds(sync["phases_us"][phase])) for phase in PHASES if sync["phases_us"][phase]),
     ]
     if sync["seconds"]:
-        right += [("all of them", f"{sync['seconds']:.3g} s ({sync['share']:.1%})")]
+        right += [("all updates", f"{sync['seconds']:.3g} s ({sync['share']:.1%})")]
     for one, other in zip_longest(left, right, fillvalue=("", "")):
         table.add_row(*one, *other)
     return table

@@ -57,8 +57,8 @@ def _threshold(ax: Axes, solved_at: float | None) -> None:
         else:
             at, said = (high, f"{said} ↑") if solved_at > high else (low, f"{said} ↓")
             ax.set_ylim(low, high)
-        va = "top" if at == high else "bottom"
-        ax.annotate(said, (0.01, at), xycoords=("axes fraction", "data"), va=va, color=MUTED, fontsize=9)
+        look: Any = {"va": "top" if at == high else "bottom", "color": MUTED, "bbox": {"fc": "w", "ec": "w", "pad": 1}}
+        ax.annotate(said, (0.01, at), xycoords=("axes fraction", "data"), fontsize=9, **look)
 
 
 def _means(rows: Rows) -> tuple[list[tuple[int, float]], bool]:
@@ -170,7 +170,8 @@ def sweep_returns(groups: Groups, env: str, solved_at: float | None) -> Figure:
             name += "" if first == name else f" (coincides with {first})"
             for i, (run, known, few) in enumerate(one for one in drawn if one[1]):
                 line = [[run.rows[n][of_row] for n, _ in known], [mean for _, mean in known]]
-                ax.plot(*line, color=colour, alpha=0.85, linestyle="--" if few else "-", label=None if i else name)
+                dashed = "--" if few or name != first else "-"
+                ax.plot(*line, color=colour, alpha=0.85, linestyle=dashed, label=None if i else name)
         if not ax.lines:
             _say_instead(ax, "No episode has ended.")
         _threshold(ax, solved_at)

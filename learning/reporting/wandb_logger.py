@@ -68,8 +68,7 @@ class WandbLogger(Reporter):
             ("tags", list(self.tags), "WANDB_TAGS", [one for one in (env, *kinds) if one]),
         ):  # wandb reads a variable where it is given None
             self._init[name] = given or (None if os.environ.get(variable) else default)
-        # A daemon thread, so that the process can end even if wandb hangs.
-        self._thread = threading.Thread(target=self._run, name="wandb", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="wandb", daemon=True)  # wandb may hang at the end
         self._thread.start()
 
     def update(self, row: Row) -> None:

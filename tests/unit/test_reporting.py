@@ -128,7 +128,7 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path) -> None:
     assert len([line for line in lines if line.startswith("frames ")]) == 2
     assert "\x1b" not in out.getvalue() and "latency p99" not in out.getvalue()  # of one update
     ends = ("Solved after 1,024 frames", f"→ {folder}", f"files: {folder}", "collector.on_worker_failure=restart")
-    for part in ("latency p95", "acknowledge", "all of them     0.0001 s (", "return, last 3 ", *ends):
+    for part in ("latency p95", "acknowledge", "all updates     0.0001 s (", "return, last 3 ", *ends):
         assert part in out.getvalue()
 
 

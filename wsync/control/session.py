@@ -237,7 +237,7 @@ class WorkerSession:
             error = await _run_until_one_ends(self._read(), self._write())
             if error is not None and not isinstance(error, ConnectionError):
                 raise error
-            self.end(f"its process or its connection has ended: {error}")
+            self.end(f"its process or its connection has ended ({error})")
         finally:
             self.end("this session was cancelled")
             await self._medium.wait_closed()

@@ -254,7 +254,7 @@ class SocketStream(asyncio.BufferedProtocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._error = self._error or f"the connection has ended ({exc or 'closed by the other end'})"
+        self._error = self._error or str(exc or "closed by the other end")
         self._changes.tell()
 
     def eof_received(self) -> bool:

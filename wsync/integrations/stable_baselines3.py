@@ -25,7 +25,8 @@ class WsyncCallback(BaseCallback):
         self.scheme, self.every, self.on_worker_error, self._rollouts = scheme, every, on_worker_error, 0
 
     def _on_training_start(self) -> None:
-        if self.model.get_vec_normalize_env() is not None:
+        sent = any(part is self.scheme.model for part in self.model.policy.modules())  # else the user sends more
+        if sent and self.model.get_vec_normalize_env() is not None:
             said = "the policy acts on observations that VecNormalize has normalised; its statistics are not sent"
             warnings.warn(f"{said}: docs/integrations.md says what the other process has to do", stacklevel=2)
 
