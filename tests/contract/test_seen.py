@@ -146,7 +146,9 @@ def test_the_rows_are_served_and_shown(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     assert (left := status(tmp_path)).returncode == 1 and "dead" in left.stdout and " 5 s " in left.stdout
-    (tmp_path / "summary.json").touch()
+    (tmp_path / "summary.json").write_text('{"error": "WorkerDied: version 4"}')
+    assert (failed := status(tmp_path)).returncode == 1 and "ended" in failed.stdout and "version 4" in failed.stdout
+    (tmp_path / "summary.json").write_text('{"error": null}')
     assert (over := status(tmp_path)).returncode == 0 and "ended" in over.stdout and " 5 s " in over.stdout
 
 
