@@ -16,12 +16,15 @@ _MAX_TEXT = 1 << 16  # characters of an error that travels, of up to four bytes 
 class WeightSyncError(RuntimeError):
     """Base of everything that can go wrong on the way from a trainer to its workers.
 
-    Attributes:
-        workers: ``{worker_idx: cause}`` if it is a trainer's ``SyncTimeout``, ``WorkerFailed`` or ``WorkerDied``;
-            otherwise empty.
+    Attributes of a trainer's ``SyncTimeout``, ``WorkerFailed`` or ``WorkerDied``; empty, or None, in other errors:
+        workers: ``{worker_idx: cause}`` for each worker that failed.
+        version: the update that they lack, and the others have; None if no worker was given one.
+        failed: those that answered with an error, or could not be sent the update; others died, or did not answer.
     """
 
     workers: Mapping[int, str] = MappingProxyType({})
+    version: int | None = None
+    failed: Collection[int] = frozenset()
 
 
 class NotConnected(WeightSyncError):
@@ -33,13 +36,7 @@ class LayoutMismatch(WeightSyncError, ValueError):
 
 
 class WorkerError(WeightSyncError):
-    """Some workers do not have an update.
-
-    Attributes:
-        workers: ``{worker_idx: cause}`` for each worker that failed.
-        version: the update that they lack, and the others have; None if no worker was given one.
-        failed: those that answered with an error, or could not be sent the update; others died, or did not answer.
-    """
+    """Some workers do not have an update; it has the attributes of ``WeightSyncError``."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ def synchronize(
         raise ValueError(f"each scheme must have a model_id of its own, not {[s.model_id for s in carried]}")
     requires: dict[str, int] = {}  # by sender, the version that is its part
     reports: dict[str, Any] = {}
-    errors: list[WorkerError] = []
+    errors: dict[str, WorkerError] = {}  # by model
     with ExitStack() as stack:
         for sender in sorted(senders.values(), key=id):  # one order, against deadlocks
             stack.enter_context(sender.exclusive())  # another thread's send must not come between
@@ -69,10 +69,12 @@ def synchronize(
             try:
                 reports[model_id] = next(part)
             except WorkerError as error:
-                errors.append(error)
+                errors[model_id] = error
     if errors:
-        first = errors[0]
-        message = f"it was committed, so the other workers have all of {sorted(parts)}: {first}"
-        causes = {w: c for error in errors for w, c in error.workers.items()}
-        raise type(first)(message, causes, first.version, [worker for error in errors for worker in error.failed])
+        first, others = next(iter(errors.values())), f"the other workers have all of {sorted(parts)}"
+        message = "\n".join(
+            [f"it was committed, so {others}", *(f"'{name}': {error}" for name, error in errors.items())]
+        )
+        causes = {w: c for error in errors.values() for w, c in error.workers.items()}
+        raise type(first)(message, causes, first.version, [w for error in errors.values() for w in error.failed])
     return reports

@@ -564,9 +564,7 @@ async def _difference(delta: Delta, known: dict[Any, Awaitable[Any]], base: Upda
     return await asyncio.shield(known[key])
 
 
-def raise_causes(
-    causes: Mapping[int, Cause], what: str, version: int | None = None, have: Sequence[int] | None = None
-) -> None:
+def raise_causes(causes: Mapping[int, Cause], what: str, version: int | None = None, have: Sequence[int] = ()) -> None:
     """Raise one error that names each worker, its cause and the survivors; if there is no cause, do nothing.
 
     It is a ``WorkerDied``, a ``WorkerFailed`` or a ``SyncTimeout``, by the gravest cause.
@@ -578,12 +576,12 @@ def raise_causes(
     for worker, text in texts.items():
         by_line.setdefault(last_line(text), []).append(worker)
     lines = [f"worker{'s' * (len(some) > 1)} {join_indices(some)}: {line}" for line, some in by_line.items()]
-    if have is not None:
-        lines.append(f"workers that have it: {join_indices(have) or 'none'}")
+    if have:
+        lines.append(f"workers that have it: {join_indices(have)}")
     lines += [f"worker {worker}: {text.strip()}" for worker, text in texts.items() if "\n" in text.strip()]
     kinds = {cause.kind for cause in causes.values()}
     kind = WorkerDied if "died" in kinds else WorkerFailed if "failed" in kinds else SyncTimeout
-    if kind is SyncTimeout:
+    if kind is SyncTimeout and version is not None:
         lines.append("A silent worker stays connected. To replace it: disconnect(index), kill it, readmit(index, …)")
     message = f"{what.format(version)} on " + "\n".join(lines)
     raise kind(message, texts, version, [worker for worker, cause in causes.items() if cause.kind == "failed"])

@@ -63,7 +63,7 @@ def test_verify_names_the_tensors_that_differ(backend: BuiltIn, plant: str, name
         session.scheme.send(scramble(session.model, 7))
         assert len({row["digest"] for row in session.scheme.verify()} - {None}) == 1
         session.workers[1].call(execute, plant)
-        with pytest.raises(wsync.WorkerFailed, match=rf"not verified on workers? (0, )?1: .* '{names}'\n"):
+        with pytest.raises(wsync.WorkerFailed, match=rf"(?m)not verified on workers? (0, )?1: .* '{names}'$"):
             session.scheme.verify()
         assert session.scheme.ledger()[1]["verified"] is None
 
