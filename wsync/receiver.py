@@ -135,7 +135,11 @@ class Receiver:
             self.install(update)
             return bool(self._broken)  # then this hook is called again, and raises if the forward uses this model
         chosen = choose(self._siblings())
-        for receiver, one in chosen.items():
+        if len(chosen) > 1:  # if one of them refuses, the others may not be installed without it
+            for receiver, one in chosen.items():
+                one.damage = one.damage or error_of(receiver.check, one)
+        refused = {receiver: one for receiver, one in chosen.items() if one.damage}
+        for receiver, one in (refused or chosen).items():
             receiver.install(one)
         return len(chosen) > 1
 
@@ -301,13 +305,10 @@ class Receiver:
         self._require_outside("connect()")
         if self.phase == "open":
             raise RuntimeError(f"worker {self.worker_idx} is connected already: connect() was called twice")
-        self.close()
-        self.worker_idx, self._version, self._returned, self._failed_version = worker_idx, 0, 0, 0
-        self._passing, self._passed, self._in_order = None, 0, asyncio.Lock()
-        self._end_returned, self.phase = False, "open"
+        self.connection.close()
         deadline = deadline_in(timeout)
         try:
-            process_gate().call_without_forward(self._gate_model)
+            process_gate().call_without_forward(self._open, worker_idx)
             first = self.connection.connect(worker_idx, deadline)
             self._hook = self.inbox.words or self
             process_gate().attach(self._hook)
@@ -330,7 +331,12 @@ class Receiver:
         finally:
             self._pulling = 0  # no other thread can pull yet
 
-    def _gate_model(self) -> None:
+    def _open(self, worker_idx: int) -> None:
+        """Begin anew; other models are never without what they require of this one. Called inside the gate."""
+        self._detach()
+        self.worker_idx, self._version, self._returned, self._failed_version = worker_idx, 0, 0, 0
+        self._passing, self._passed, self._in_order = None, 0, asyncio.Lock()
+        self._end_returned, self.phase = False, "open"
         if self.destination.module is not None and self._gate is not False:
             gate_model(self.destination.module, None if self._gate is True else self._gate)
         _receivers.append(self)

@@ -4,9 +4,10 @@
     python -m wsync.testing.simulation --trace 17      one history, step by step
 
 It runs the code of the product: the outlet to workers with its sessions (``wsync.workers``, ``wsync.control.session``),
-both ends of each connection (``wsync.control.wire``), and the rule for updates that belong together. Simulated are a
-loop whose clock jumps to the next timer, streams that delay, split and cut, workers that die, stop, or hold their gate,
-and a trainer that sends. The arena, other media and handshakes have tests with real processes.
+both ends of each connection (``wsync.control.wire``, ``wsync.inbox``), the receivers and the gate of each worker.
+Simulated are a loop whose clock jumps to the next timer, streams that delay, split and cut, workers that die, stop,
+hold their gate, or refuse, and a trainer that sends. All runs in one thread: calls that block are made by their parts.
+The arena, other media and handshakes have tests with real processes.
 """
 
 # pyright: reportAttributeAccessIssue=false
@@ -20,20 +21,33 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from contextvars import ContextVar, copy_context
 from types import SimpleNamespace
 from typing import Any
 
-from wsync import deadlines, workers
+import torch
+from torch import Tensor
+
+from wsync import deadlines, receiver, workers
+from wsync.control import session
 from wsync.control.auth import Hello
-from wsync.control.session import Medium, SessionInbox, choose
-from wsync.control.wire import Fits, Link
+from wsync.control.session import Medium
+from wsync.control.wire import Link
 from wsync.deadlines import deadline_in
-from wsync.update import Cause, Inbox, Stage, Update
+from wsync.errors import LayoutMismatch
+from wsync.gate import Gate, process_gate
+from wsync.inbox import WorkerConnection
+from wsync.receiver import Receiver
+from wsync.update import Cause, Stage, Update
+from wsync.weights.layout import Layout, packed
+from wsync.weights.targets import Tensors
 from wsync.workers import Workers
 
 MODELS, INDICES, TIMEOUT, KEEPALIVE = ("actor", "critic"), (0, 1, 2), 5.0, 2.0
 KEYS = (b"t" * 32, b"w" * 32)
-CAPACITY, SIZE = 300, 24  # bytes of a connection, and of an update
+CAPACITY, SIZE = 300, 24  # bytes of a connection, and of the weights
+LAYOUT = packed({"weight": torch.zeros(SIZE, dtype=torch.uint8)})[0]
+REFUSED = 0.05  # of the updates and layouts that a model looks at
 
 
 # --- the loop, the clock, the network ---
@@ -62,6 +76,8 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def remove_reader(self, fd: Any) -> bool:
         return False
 
+    def _write_to_self(self) -> None: ...
+
 
 class Stream:
     """In place of a ``SocketStream``: bytes come late and in pieces, in order; cut, it loses them from any byte on."""
@@ -82,7 +98,7 @@ class Stream:
         data = head + bytes(payload)
         self.in_flight += len(data)
         while data:
-            size = self.world.random.randint(1, len(data))
+            size = self.world.random.choice([len(data), self.world.random.randint(1, len(data))])
             self._later(self.peer._arrive, data[:size])
             data = data[size:]
         while self.in_flight > CAPACITY:
@@ -141,23 +157,23 @@ class Stream:
 # --- what the product is given ---
 
 
-def make_buffer(data: bytes) -> Any:
-    """Packed weights without tensors."""
-    memory = memoryview(bytearray(data))
-    return SimpleNamespace(memory=memory, flat=SimpleNamespace(is_cpu=True), layout=SimpleNamespace(nbytes=len(data)))
+GATE: ContextVar[Gate] = ContextVar("GATE")
+"""That of the simulated process."""
+
+
+def post(function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+    asyncio.get_running_loop().call_soon(lambda: function(*args, **kwargs))
+
+
+CONTROL: Any = SimpleNamespace(inherited=False, acquire=lambda: CONTROL, release=lambda: None, post=post)
+"""The control loop of every simulated process."""
 
 
 def make_outlet() -> Workers:
-    """An outlet as the product has it, whose control loop is the simulated one."""
-
-    def post(function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-        asyncio.get_running_loop().call_soon(lambda: function(*args, **kwargs))
-
-    loop: Any = SimpleNamespace(inherited=False, here=True, acquire=lambda: loop, release=lambda: None, post=post)
+    """An outlet as the product has it."""
     listener: Any = SimpleNamespace(start=lambda welcome: None, close=lambda: None)
-    options: Any = {"arena": False, "on_request": False, "loop": loop}
-    outlet = Workers(listener, len(INDICES), lambda index: Medium(), **options)
-    outlet._layout = SimpleNamespace(encode=lambda: b"layout")  # type: ignore[assignment]
+    outlet = Workers(listener, len(INDICES), lambda index: Medium(), arena=False, on_request=False, loop=CONTROL)
+    outlet.set_layout(LAYOUT)
     return outlet
 
 
@@ -180,39 +196,59 @@ async def welcome(outlet: Workers, index: int, there: Any) -> None:
 
 
 class Model:
-    """The receiver of one model in one worker, as its connection and the rule ``choose`` see it."""
+    """One model in one worker, and its receiver."""
 
-    def __init__(self, worker: Process, sender: str) -> None:
-        self.worker, self.sender = worker, sender
-        self.version = self.seen = self.promised = 0
-        self.installed: Update | None = None
-        self.inbox = Inbox()
+    module = None
 
-    async def use_layout(self, layout: bytes) -> str:
-        return ""
-
-    def new_buffer(self) -> Any:
-        return make_buffer(bytes(SIZE))
-
-    def check(self, update: Update) -> None: ...
-
-    async def inside(self, function: Callable[..., object], *args: Any) -> str:
-        await self.worker.step()
-        return "refused" if self.worker.world.random.random() < 0.05 else ""
-
-    def settle(self) -> None:
-        if not self.worker.gate_held:
-            self.worker.install()
+    def __init__(self, worker: Process, name: str) -> None:
+        self.worker, self.name, self.world = worker, name, worker.world
+        self.model = {"weight": torch.zeros(SIZE, dtype=torch.uint8)}
+        self.memory = self.model["weight"].numpy().data
+        self.seen = self.promised = 0
+        self.weights: Any = SimpleNamespace(refused=())
+        destination: Any = self
+        self.receiver = Receiver(name, destination, None, gate=False)  # type: ignore[arg-type]
+        rendezvous: Any = None
+        self.connection = WorkerConnection(
+            rendezvous, None, name, self.receiver, lambda index: Medium(), binds_arena=False
+        )
+        self.receiver.connection = self.connection
 
     @property
-    def passed_version(self) -> int:
-        return self.version
+    def version(self) -> int:
+        """That of the bytes which the model has."""
+        return self.world.known[self.name, bytes(self.memory)]
 
-    def ready_version(self) -> int:
-        chosen = dict[Any, Update](choose(self.worker.models.values())).get(self)
-        return self.version if chosen is None else chosen.version
+    def target(self, layout: Layout, *, bind: bool) -> Weights:
+        self.weights = Weights(self, layout)
+        return self.weights
 
-    def ended(self, cause: str, *, finished: bool) -> None: ...
+    def extra_of(self, blob: bytes) -> dict[str, Any]:
+        return {}
+
+
+class Weights(Tensors):
+    """What takes the weights of one connection. It refuses some, and takes what it has accepted."""
+
+    def __init__(self, model: Model, layout: Layout) -> None:
+        self.owner, self.accepted, self.refused = model, set[int](), set[int]()
+        super().__init__(model.model, layout)
+
+    def check_only(self, views: Sequence[Tensor], extra: Any = None) -> list[Tensor]:
+        worker, world, name = self.owner.worker, self.owner.world, self.owner.name
+        for view in views:
+            version = world.known[name, view.numpy().tobytes()]
+            if version in self.refused:
+                world.fail(world.loop, {"message": f"{name} {version} is tried again after it was refused"})
+            if version not in self.accepted and world.random.random() < REFUSED:
+                world.say("refuse", worker=worker.index, model=name, version=version)
+                self.refused.add(version)
+                worker.refused_at = world.loop.time()
+                for model in worker.models.values():  # what is ready may be refused, or lack what it requires
+                    model.promised = 0
+                raise LayoutMismatch("refused")
+            self.accepted.add(version)
+        return super().check_only(views)
 
 
 class Process:
@@ -225,15 +261,19 @@ class Process:
         self.world, self.tasks, self.streams, self.alive = world, list[asyncio.Task[Any]](), list[Stream](), True
         self.running = asyncio.Event()
         self.running.set()
-        self.index, self.gate_held = index, False
-        self.models: dict[str, Any] = {name: Model(self, world.outlets[name].name) for name in models}
+        self.refused_at = 0.0
+        self.index, self.gate, self.context = index, Gate(), copy_context()
+        self.context.run(GATE.set, self.gate)
+        self.models = {name: Model(self, name) for name in models}
         if models:
             self.start(self.act())
         for name in models:
             self.start(self.stay_connected(name))
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
-        task = self.world.loop.create_task(coroutine)
+        self.note(self.world.loop.create_task(coroutine, context=self.context))
+
+    def note(self, task: asyncio.Task[Any]) -> None:
         task.add_done_callback(self.world.task_ended)
         self.tasks.append(task)
 
@@ -248,54 +288,54 @@ class Process:
             task.cancel()
         for stream in self.streams:
             stream.close()
+        for model in self.models.values():
+            if model.receiver in receiver._receivers:
+                receiver._receivers.remove(model.receiver)
 
     @property
     def versions(self) -> dict[str, int]:
         return {name: model.version for name, model in self.models.items()}
 
+    async def inside(self, model: Model, function: Callable[..., object], *args: Any) -> None:
+        """Call ``function`` as a thread does that waits for the gate."""
+        assert not (error := await model.receiver.inside(function, *args)), error
+
     async def stay_connected(self, name: str) -> None:
-        """Connect, and connect again whenever the connection has ended."""
-        model = self.models[name]
+        """Connect, and connect again whenever the connection has ended: as ``Receiver.connect`` does it."""
+        model, contact = self.models[name], SimpleNamespace(hello=Hello("weights", name, self.index), pid=0)
+        receiver = model.receiver
         while True:
+            await self.inside(model, receiver._open, self.index)
             here: Any = Stream(self)
             here.peer = there = Stream(self.world.trainer, peer=here)
             self.world.trainer.start(welcome(self.world.outlets[name], self.index, there))
             link = Link(here, "worker", (KEYS[1], KEYS[0]))
             try:
-                await link.receive()  # its settings
-                inbox = SessionInbox(link, Medium(), model, self.world.loop.call_soon)  # type: ignore[arg-type]
-                await link.send(Fits())
-                inbox._staged.extend(model.inbox.poll())  # what was promised stays promised
-                model.inbox = inbox
-                await inbox.run()
-            except ConnectionError:
+                settings: Any = await link.receive()
+                await model.connection._begin(CONTROL, link, settings, contact)  # type: ignore[arg-type]
+                running: Any = model.connection._running
+                self.note(running)
+                await self.inside(model, self.gate.attach, receiver)
+                await running
+            except (ConnectionError, LayoutMismatch):
                 here.close()
             await asyncio.sleep(0.1)
 
-    def install(self) -> None:
-        chosen: dict[Any, Update] = {**choose(self.models.values())}
-        for model, update in chosen.items():
-            model.version, model.installed = update.version, update
-            model.inbox.settled(update, "")
-            model.inbox.answer(update, "", 0.0, 0.0)
-
     async def act(self) -> None:
-        """Run forwards, each with the gate held; what has arrived is installed on entering, and after leaving."""
+        """Run forwards, each with the gate held."""
         world = self.world
         while True:
             await self.step(world.random.choice([0.0001, 0.3]))
-            self.install()
-            self.gate_held = True
-            world.check_forward(self)
-            before = self.versions
-            await self.step(world.random.choice([0.0001, 0.01, 0.3]))
-            assert self.versions == before, f"worker {self.index}: an update was installed during a forward"
-            self.gate_held = False
-            self.install()
+            with self.gate.hold():
+                world.check_forward(self)
+                before = self.versions
+                await self.step(world.random.choice([0.0001, 0.01, 0.3]))
+                assert self.versions == before, f"worker {self.index}: an update was installed during a forward"
 
     def break_connection(self, way: str) -> None:
         """``close`` or ``cut`` a connection, if there is one."""
         if found := [stream for stream in self.streams if not stream.error]:
+            self.world.note_fault(self, KEEPALIVE)
             self.world.say(way, worker=self.index)
             getattr(self.world.random.choice(found), way)()
 
@@ -311,10 +351,11 @@ class World:
         self.failures = list[BaseException]()
         self.order = list[Any]()  # what happened
         self.committed, self.aborted = list[dict[str, int]](), list[dict[str, int]]()
-        self.payloads: dict[tuple[str, int], bytes] = {}
+        self.known = {(name, bytes(SIZE)): 0 for name in MODELS}  # the version of these bytes
         self.versions = dict.fromkeys(MODELS, 0)
         self.requires: dict[str, dict[str, int]] = {name: {} for name in MODELS}
         self.outlets: dict[str, Workers] = {}
+        self.faulty = dict.fromkeys(INDICES, 0.0)  # until when a worker has had a fault
         self.workers: dict[int, Process] = {}
 
     def say(self, what: str, **more: Any) -> None:
@@ -325,18 +366,23 @@ class World:
     def any_worker(self) -> Process:
         return self.random.choice(list(self.workers.values()))
 
+    def note_fault(self, worker: Process, seconds: float) -> None:
+        self.faulty[worker.index] = max(self.faulty[worker.index], self.loop.time() + seconds)
+
     async def faults(self) -> None:
         while True:
             await asyncio.sleep(self.random.expovariate(self.rate))
             worker = self.any_worker()
             match self.random.choice(["kill", "stop", "cut", "close"]):
                 case "kill":
+                    self.note_fault(worker, 2)
                     self.say("kill", worker=worker.index)
                     worker.kill()
                     await asyncio.sleep(self.random.uniform(0, 2))
                     self.workers[worker.index] = Process(self, worker.index, MODELS)
                 case "stop":
                     seconds = self.random.choice([0.01, 1, 2 * TIMEOUT])
+                    self.note_fault(worker, seconds)
                     self.say("stop", worker=worker.index, seconds=seconds)
                     worker.running.clear()
                     await asyncio.sleep(seconds)
@@ -349,27 +395,32 @@ class World:
     def check_forward(self, worker: Process) -> None:
         who, versions = f"worker {worker.index}:", worker.versions
         for name, model in worker.models.items():
-            version = model.version
+            version = versions[name]
             assert version >= model.seen, f"{who} {name} went back from {model.seen} to {version}"
             assert version >= model.promised, f"{who} {name} {model.promised} was promised, {version} acts"
             model.seen = version
-            correct = not version or bytes(model.installed.buffer.memory) == self.payloads[name, version]
-            assert correct, f"{who} {name} {version} has the payload of another version"
         for parts in self.committed if all(versions.values()) else ():
             sides = {versions[name] >= version for name, version in parts.items()}
             assert len(sides) == 1, f"{who} {versions} mixes the two sides of {parts}"
         for parts in self.aborted:
             assert versions.items().isdisjoint(parts.items()), f"{who} {versions} has an aborted part"
 
+    def check_late(self, index: int, began: float, newest: Update | None) -> None:
+        """A call that began then may have no answer only of a worker with a fault, or that has refused a model."""
+        lacks = newest is not None and self.lacking(self.workers[index], newest)
+        assert self.faulty[index] > began - 1 or lacks, f"worker {index} had no fault, and has not answered"
+
     # --- the trainer ---
 
     def new_update(self, name: str, *, undecided: bool = False) -> Update:
         self.versions[name] += 1
-        data = self.payloads[name, self.versions[name]] = self.random.randbytes(SIZE)
-        return Update(self.versions[name], make_buffer(data), requires=self.requires[name], undecided=undecided)
+        data, buffer = self.random.randbytes(SIZE), self.outlets[name].reserve(None)
+        self.known[name, data] = self.versions[name]
+        buffer.pack([torch.frombuffer(bytearray(data), dtype=torch.uint8)])
+        return Update(self.versions[name], buffer, requires=self.requires[name], undecided=undecided)
 
     async def wait(self, name: str, version: int, stage: Stage) -> dict[int, Cause]:
-        """Wait, as the product does: it ends in time, and at once where a connection has ended."""
+        """Wait, as the product does: it ends in time, and at once where a connection has ended or has refused."""
         sessions = {index: member.session for index, member in self.outlets[name]._given[version].items()}
         began = self.loop.time()
         causes = await workers.wait_for(sessions, version, stage, deadline_in(TIMEOUT))
@@ -377,6 +428,15 @@ class World:
         assert took <= TIMEOUT + 1e-6, f"a call took {took} s"
         in_time = took < TIMEOUT or any(session.state(version, stage) is False for session in sessions.values())
         assert in_time, "all connections have answered or ended, and the trainer waited for the deadline"
+        for index in causes:
+            if causes[index].kind == "late":
+                self.check_late(index, began, self.outlets[name]._newest[index])
+            else:
+                again = (
+                    self.loop.time(),
+                    await workers.wait_for({index: sessions[index]}, version, stage, deadline_in(TIMEOUT)),
+                )
+                assert again == (self.loop.time(), {index: causes[index]}), "a second wait for it ends at once"
         return causes
 
     async def send(self, name: str) -> None:
@@ -389,14 +449,22 @@ class World:
             self.say("send_async", model=name, version=version)
             return
         stage: Stage = self.random.choice(["ready", "installed"])
+        began = self.loop.time()
         holders = {index: self.workers[index] for index in self.outlets[name]._given[version]}
+        weights = {index: worker.models[name].weights for index, worker in holders.items()}
         causes = await self.wait(name, version, stage)
         self.say("send", model=name, version=version, until=stage, causes=sorted(causes))
-        for index in holders.keys() - causes.keys():
-            model = holders[index].models[name]
+        for index, worker in holders.items():
+            model = worker.models[name]
             has = model.version
-            assert stage == "ready" or has >= version, f"send {name} {version}: worker {index} has {has}"
-            model.promised = max(model.promised, version)
+            if index not in causes:
+                assert stage == "ready" or has >= version, f"send {name} {version}: worker {index} has {has}"
+                if stage == "installed" or worker.refused_at < began:
+                    model.promised = max(model.promised, version)
+            elif causes[index].kind == "failed" and model.weights is weights[index]:
+                assert has < version, f"send {name} {version}: worker {index} is said to have refused it, and has it"
+                assert any(refused >= version for refused in weights[index].refused), causes[index]
+                weights[index].refused.add(version)  # also one that a refused one had replaced
 
     async def transaction(self) -> None:
         """Both models in all workers, or none: as ``wsync.transaction`` does it."""
@@ -466,14 +534,25 @@ class World:
             if list(outlet.workers) != list(INDICES):
                 return f"{name}: only workers {list(outlet.workers)} are present at the end"
             for index, newest in enumerate(outlet._newest):
-                has = self.workers[index].versions[name]
-                if newest is None or newest.version != has:
+                worker, has = self.workers[index], self.workers[index].versions[name]
+                if newest is None or not (newest.version == has or self.refuses(worker, name, newest)):
                     return f"worker {index} stays at {name} {has}, the newest is {newest}"
         return ""
+
+    def refuses(self, worker: Process, name: str, update: Update) -> bool:
+        """Return whether a worker has refused an update, or one that it requires."""
+        newest = {one: self.outlets[one]._newest[worker.index] for one in self.lacking(worker, update)} | {name: update}
+        return any(one is not None and one.version in worker.models[n].weights.refused for n, one in newest.items())
+
+    def lacking(self, worker: Process, update: Update) -> list[str]:
+        """Return the models that an update requires, and of which a worker has no such version by its connection."""
+        has = {name: model.receiver.version for name, model in worker.models.items()}
+        return [name for name in MODELS if has[name] < update.requires.get(self.outlets[name].name, 0)]
 
     def run(self) -> None:
         """Run the history; raise what does not hold."""
         deadlines.time = SimpleNamespace(monotonic=self.loop.time)  # pyright: ignore[reportAttributeAccessIssue]
+        session.process_gate = receiver.process_gate = GATE.get
         try:
             with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
                 runner.run(self.history())
@@ -481,6 +560,8 @@ class World:
             raise self.failures[0] from None
         finally:
             deadlines.time = time
+            session.process_gate = receiver.process_gate = process_gate
+            receiver._receivers.clear()
 
     def fail(self, _: object, context: dict[str, Any]) -> None:
         """Handle an exception of a task or a callback: end the history when it happens."""
