@@ -41,6 +41,7 @@ from wsync.receiver import Receiver
 from wsync.update import Cause, Stage, Update
 from wsync.weights.layout import Layout, packed
 from wsync.weights.targets import Tensors
+from wsync.weights.tensors import digest_of
 from wsync.workers import Workers
 
 MODELS, INDICES, TIMEOUT, KEEPALIVE = ("actor", "critic"), (0, 1, 2), 5.0, 2.0
@@ -162,10 +163,16 @@ GATE: ContextVar[Gate] = ContextVar("GATE")
 
 
 def post(function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+    """As ``ControlLoop.post``."""
     asyncio.get_running_loop().call_soon(lambda: function(*args, **kwargs))
 
 
-CONTROL: Any = SimpleNamespace(inherited=False, acquire=lambda: CONTROL, release=lambda: None, post=post)
+def call(coroutine: Coroutine[Any, Any, Any], deadline: float | None = None) -> asyncio.Task[Any]:
+    """As ``ControlLoop.call``, but return a task: there is no other thread that could wait."""
+    return asyncio.ensure_future(coroutine)
+
+
+CONTROL: Any = SimpleNamespace(inherited=False, acquire=lambda: CONTROL, release=lambda: None, post=post, call=call)
 """The control loop of every simulated process."""
 
 
@@ -205,6 +212,7 @@ class Model:
         self.model = {"weight": torch.zeros(SIZE, dtype=torch.uint8)}
         self.memory = self.model["weight"].numpy().data
         self.seen = self.promised = 0
+        self.history = [(0.0, 0)]  # when which version was installed
         self.weights: Any = SimpleNamespace(refused=())
         destination: Any = self
         self.receiver = Receiver(name, destination, None, gate=False)  # type: ignore[arg-type]
@@ -218,6 +226,10 @@ class Model:
     def version(self) -> int:
         """That of the bytes which the model has."""
         return self.world.known[self.name, bytes(self.memory)]
+
+    def had(self, since: float) -> set[int]:
+        """Return the versions that it had since then."""
+        return {v for at, v in self.history if at >= since} | {max(v for at, v in self.history if at <= since)}
 
     def target(self, layout: Layout, *, bind: bool) -> Weights:
         self.weights = Weights(self, layout)
@@ -249,6 +261,10 @@ class Weights(Tensors):
                 raise LayoutMismatch("refused")
             self.accepted.add(version)
         return super().check_only(views)
+
+    def install(self, views: Sequence[Tensor], extra: Any = None) -> None:
+        super().install(views)
+        self.owner.history.append((self.owner.world.loop.time(), self.owner.version))
 
 
 class Process:
@@ -352,6 +368,8 @@ class World:
         self.order = list[Any]()  # what happened
         self.committed, self.aborted = list[dict[str, int]](), list[dict[str, int]]()
         self.known = {(name, bytes(SIZE)): 0 for name in MODELS}  # the version of these bytes
+        self.digests: dict[tuple[str, int], dict[str, int]] = {}
+        self.kept = list[Any]()  # what was sent and not waited for
         self.versions = dict.fromkeys(MODELS, 0)
         self.requires: dict[str, dict[str, int]] = {name: {} for name in MODELS}
         self.outlets: dict[str, Workers] = {}
@@ -414,10 +432,11 @@ class World:
 
     def new_update(self, name: str, *, undecided: bool = False) -> Update:
         self.versions[name] += 1
-        data, buffer = self.random.randbytes(SIZE), self.outlets[name].reserve(None)
-        self.known[name, data] = self.versions[name]
-        buffer.pack([torch.frombuffer(bytearray(data), dtype=torch.uint8)])
-        return Update(self.versions[name], buffer, requires=self.requires[name], undecided=undecided)
+        data, buffer, version = self.random.randbytes(SIZE), self.outlets[name].reserve(None), self.versions[name]
+        weight = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self.known[name, data], self.digests[name, version] = version, {"weight": digest_of(weight)}
+        buffer.pack([weight])
+        return Update(version, buffer, requires=self.requires[name], undecided=undecided)
 
     async def wait(self, name: str, version: int, stage: Stage) -> dict[int, Cause]:
         """Wait, as the product does: it ends in time, and at once where a connection has ended or has refused."""
@@ -445,26 +464,59 @@ class World:
         version = update.version
         self.outlets[name].publish(update, INDICES)
         await asyncio.sleep(0)
+        stage: Stage = self.random.choice(["ready", "installed"])
+        given = {
+            index: (member.session, model := self.workers[index].models[name], model.weights)
+            for index, member in self.outlets[name]._given[version].items()
+        }
+        self.kept.append((name, version, stage, given, self.loop.time()))
         if self.random.random() < 0.3:
             self.say("send_async", model=name, version=version)
-            return
-        stage: Stage = self.random.choice(["ready", "installed"])
-        began = self.loop.time()
-        holders = {index: self.workers[index] for index in self.outlets[name]._given[version]}
-        weights = {index: worker.models[name].weights for index, worker in holders.items()}
+        else:
+            await self.finish(*self.kept.pop())
+
+    async def wait_async(self) -> None:
+        """Wait for what was sent and not waited for."""
+        while self.kept:
+            await self.finish(*self.kept.pop(0))
+
+    async def finish(self, name: str, version: int, stage: Stage, given: Any, began: float) -> None:
+        """Wait for an update; what that says of a worker is true."""
         causes = await self.wait(name, version, stage)
         self.say("send", model=name, version=version, until=stage, causes=sorted(causes))
-        for index, worker in holders.items():
-            model = worker.models[name]
-            has = model.version
+        for index, (session, model, weights) in given.items():
+            if self.outlets[name]._given[version][index].session is not session or model.weights is not weights:
+                continue  # it has connected again
+            who, has = f"send {name} {version}: worker {index}", model.version
             if index not in causes:
-                assert stage == "ready" or has >= version, f"send {name} {version}: worker {index} has {has}"
-                if stage == "installed" or worker.refused_at < began:
+                assert stage == "ready" or has >= version, f"{who} has {has}"
+                if stage == "installed" or model.worker.refused_at < began:
                     model.promised = max(model.promised, version)
-            elif causes[index].kind == "failed" and model.weights is weights[index]:
-                assert has < version, f"send {name} {version}: worker {index} is said to have refused it, and has it"
-                assert any(refused >= version for refused in weights[index].refused), causes[index]
-                weights[index].refused.add(version)  # also one that a refused one had replaced
+            elif causes[index].kind == "failed":
+                assert version not in model.had(began), f"{who} is said to have refused it, and had it"
+                assert any(refused >= version for refused in weights.refused), f"{who}: {causes[index]}"
+                weights.refused.add(version)  # also one that a refused one had replaced
+
+    async def verify(self, name: str) -> None:
+        """Ask all workers whether they have a version; the answer is true of some moment of the call."""
+        outlet, version = self.outlets[name], max(1, self.versions[name] - self.random.choice([0, 0, 1]))
+        models = {index: self.workers[index].models[name] for index in outlet.workers}
+        sessions = {index: member.session for index, member in outlet._members.items()}
+        timeout, began = self.random.choice([0.1, TIMEOUT]), self.loop.time()
+        causes: Any = await outlet.verify(dict.fromkeys(models, self.digests[name, version]), deadline_in(timeout))  # type: ignore[misc]
+        self.say("verify", model=name, version=version, causes=sorted(causes))
+        took, late = self.loop.time() - began, [index for index in causes if causes[index].kind == "late"]
+        assert took < timeout or (late and took <= timeout + 1e-6), f"verify took {took} s"
+        for index, model in models.items():
+            who, had = f"verify {name} {version}: worker {index}", model.had(began)
+            if index not in causes:
+                assert version in had, f"{who} had {had} meanwhile"
+            elif causes[index].kind == "failed":
+                assert had != {version}, f"{who} had it: {causes[index]}"
+            elif index in late:
+                assert sessions[index].cause is None, f"{who} has ended, and is not named at once"
+                if timeout == TIMEOUT:
+                    self.check_late(index, began, outlet._newest[index])
 
     async def transaction(self) -> None:
         """Both models in all workers, or none: as ``wsync.transaction`` does it."""
@@ -510,10 +562,16 @@ class World:
         faults = asyncio.ensure_future(self.faults())
         for _ in range(self.random.randint(3, 16)):
             await asyncio.sleep(self.random.choice([0, 0, 0.01, 1]))
-            if self.random.random() < 0.4:
-                await self.transaction()
-            else:
-                await self.send(self.random.choice(MODELS))
+            name = self.random.choice(MODELS)
+            match self.random.choices(["transaction", "send", "wait_async", "verify"], [8, 8, 2, 4])[0]:
+                case "transaction":
+                    await self.transaction()
+                case "send":
+                    await self.send(name)
+                case "wait_async":
+                    await self.wait_async()
+                case "verify":
+                    await self.verify(name)
         faults.cancel()
         await self.recover()
 
