@@ -452,7 +452,7 @@ class Receiver:
         except TimeoutError:
             raise SyncTimeout(f"worker {self.worker_idx}: the newest version did not come in time") from None
         finally:
-            self._pulling -= 1
+            self._pulling = max(0, self._pulling - 1)  # `connect` in another thread may have set it to 0
         if not self._tried and not self.closed:
             raise SyncTimeout(f"worker {self.worker_idx}: there is no version yet")
         return process_gate().call_without_forward(self._mark_returned)

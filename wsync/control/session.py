@@ -468,11 +468,11 @@ class SessionInbox(Inbox):
         If there is none yet, it waits for the first.
         """
         self._asked = number = self._asked + 1
-        with suppress(ConnectionError):
+        with suppress(ConnectionError):  # then the end of the connection follows, and is told first
             await self._link.send(wire.Fetch(number))
-            await self._changes.until(lambda: self._answered >= number or self._ended)
-            coming = self._coming
-            await self._changes.until(lambda: self._arrived >= coming or self._ended)
+        await self._changes.until(lambda: self._answered >= number or self._ended)
+        coming = self._coming
+        await self._changes.until(lambda: self._arrived >= coming or self._ended)
 
     async def _take(self) -> None:
         """Read; what is for the medium reaches it also while an update is received through it."""

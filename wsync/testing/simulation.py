@@ -31,7 +31,7 @@ from torch import Tensor
 from wsync import deadlines, receiver, workers
 from wsync.control import session
 from wsync.control.auth import Hello
-from wsync.control.session import Medium
+from wsync.control.session import Medium, SessionInbox
 from wsync.control.wire import Link
 from wsync.deadlines import deadline_in
 from wsync.errors import LayoutMismatch
@@ -176,10 +176,10 @@ CONTROL: Any = SimpleNamespace(inherited=False, acquire=lambda: CONTROL, release
 """The control loop of every simulated process."""
 
 
-def make_outlet() -> Workers:
+def make_outlet(*, on_request: bool) -> Workers:
     """An outlet as the product has it."""
     listener: Any = SimpleNamespace(start=lambda welcome: None, close=lambda: None)
-    outlet = Workers(listener, len(INDICES), lambda index: Medium(), arena=False, on_request=False, loop=CONTROL)
+    outlet = Workers(listener, len(INDICES), lambda index: Medium(), arena=False, on_request=on_request, loop=CONTROL)
     outlet.set_layout(LAYOUT)
     return outlet
 
@@ -208,7 +208,7 @@ class Model:
     module = None
 
     def __init__(self, worker: Process, name: str) -> None:
-        self.worker, self.name, self.world = worker, name, worker.world
+        self.worker, self.name, self.world, self.outlet = worker, name, worker.world, worker.world.outlets[name]
         self.model = {"weight": torch.zeros(SIZE, dtype=torch.uint8)}
         self.memory = self.model["weight"].numpy().data
         self.seen = self.promised = 0
@@ -283,6 +283,7 @@ class Process:
         self.models = {name: Model(self, name) for name in models}
         if models:
             self.start(self.act())
+            self.start(self.pull())
         for name in models:
             self.start(self.stay_connected(name))
 
@@ -348,6 +349,31 @@ class Process:
                 await self.step(world.random.choice([0.0001, 0.01, 0.3]))
                 assert self.versions == before, f"worker {self.index}: an update was installed during a forward"
 
+    async def pull(self) -> None:
+        """Where workers fetch, do so now and then, as ``Receiver.pull`` does it, also twice at once."""
+        world = self.world
+        while world.on_request:
+            await self.step(1)
+            self.start(self.fetch(self.models[world.random.choice(MODELS)]))
+
+    async def fetch(self, model: Model) -> None:
+        receiver, inbox, newest = model.receiver, model.receiver.inbox, model.outlet._newest[self.index]
+        if not isinstance(inbox, SessionInbox) or inbox._ended:
+            return
+        self.note(request := self.world.loop.create_task(inbox.request()))
+        receiver._pulling += 1
+        await asyncio.wait([request], timeout=self.world.random.choice([0.1, TIMEOUT]))
+        await self.inside(model, bool)
+        receiver._pulling -= 1
+        if inbox._ended:
+            await self.step(1)
+            assert request.done(), "a fetch goes on after the end of its connection"
+        if request.done() and not inbox._ended and newest is not None:
+            has = model.version
+            right = has >= newest.version or newest.version in model.weights.refused
+            assert right, f"worker {self.index} has fetched {model.name} {has}, and the newest was {newest}"
+            self.world.say("fetch", worker=self.index, model=model.name, version=has)
+
     def break_connection(self, way: str) -> None:
         """``close`` or ``cut`` a connection, if there is one."""
         if found := [stream for stream in self.streams if not stream.error]:
@@ -370,6 +396,7 @@ class World:
         self.known = {(name, bytes(SIZE)): 0 for name in MODELS}  # the version of these bytes
         self.digests: dict[tuple[str, int], dict[str, int]] = {}
         self.kept = list[Any]()  # what was sent and not waited for
+        self.on_request = self.random.random() < 0.2  # whether workers fetch
         self.versions = dict.fromkeys(MODELS, 0)
         self.requires: dict[str, dict[str, int]] = {name: {} for name in MODELS}
         self.outlets: dict[str, Workers] = {}
@@ -426,7 +453,8 @@ class World:
     def check_late(self, index: int, began: float, newest: Update | None) -> None:
         """A call that began then may have no answer only of a worker with a fault, or that has refused a model."""
         lacks = newest is not None and self.lacking(self.workers[index], newest)
-        assert self.faulty[index] > began - 1 or lacks, f"worker {index} had no fault, and has not answered"
+        excused = lacks or self.on_request or self.faulty[index] > began - 1
+        assert excused, f"worker {index} had no fault, and has not answered"
 
     # --- the trainer ---
 
@@ -464,13 +492,13 @@ class World:
         version = update.version
         self.outlets[name].publish(update, INDICES)
         await asyncio.sleep(0)
-        stage: Stage = self.random.choice(["ready", "installed"])
+        stage: Stage = "installed" if self.on_request else self.random.choice(["ready", "installed"])
         given = {
             index: (member.session, model := self.workers[index].models[name], model.weights)
             for index, member in self.outlets[name]._given[version].items()
         }
         self.kept.append((name, version, stage, given, self.loop.time()))
-        if self.random.random() < 0.3:
+        if self.on_request or self.random.random() < 0.3:
             self.say("send_async", model=name, version=version)
         else:
             await self.finish(*self.kept.pop())
@@ -553,7 +581,7 @@ class World:
         self.main: Any = asyncio.current_task()
         self.loop.set_exception_handler(self.fail)
         self.trainer = Process(self)
-        self.outlets = {name: make_outlet() for name in MODELS}
+        self.outlets = {name: make_outlet(on_request=self.on_request) for name in MODELS}
         for name, outlet in self.outlets.items():
             outlet.publish(self.new_update(name), INDICES)
         for index in INDICES:
@@ -564,14 +592,14 @@ class World:
             await asyncio.sleep(self.random.choice([0, 0, 0.01, 1]))
             name = self.random.choice(MODELS)
             match self.random.choices(["transaction", "send", "wait_async", "verify"], [8, 8, 2, 4])[0]:
-                case "transaction":
+                case "transaction" if not self.on_request:
                     await self.transaction()
-                case "send":
-                    await self.send(name)
                 case "wait_async":
                     await self.wait_async()
                 case "verify":
                     await self.verify(name)
+                case _:
+                    await self.send(name)
         faults.cancel()
         await self.recover()
 
