@@ -317,8 +317,11 @@ class Workers(Outlet):
         await member.session.ask(self._layout.encode())
 
     def check_layout(self, layout: Layout, deadline: float | None) -> Mapping[int, Cause]:
-        members, encoded = self._members, layout.encode()
-        causes = self._loop.call(self._ask({w: one.session.ask(encoded) for w, one in members.items()}, deadline))
+        return self._loop.call(self._check_layout(layout.encode(), deadline))
+
+    async def _check_layout(self, layout: bytes, deadline: float | None) -> Mapping[int, Cause]:
+        members = self._members
+        causes = await self._ask({w: one.session.ask(layout) for w, one in members.items()}, deadline)
         for member in members.values():
             member.has_layout = not causes
         return causes

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -179,9 +180,7 @@ CONTROL: Any = SimpleNamespace(inherited=False, acquire=lambda: CONTROL, release
 def make_outlet(*, on_request: bool) -> Workers:
     """An outlet as the product has it."""
     listener: Any = SimpleNamespace(start=lambda welcome: None, close=lambda: None)
-    outlet = Workers(listener, len(INDICES), lambda index: Medium(), arena=False, on_request=on_request, loop=CONTROL)
-    outlet.set_layout(LAYOUT)
-    return outlet
+    return Workers(listener, len(INDICES), lambda index: Medium(), arena=False, on_request=on_request, loop=CONTROL)
 
 
 async def welcome(outlet: Workers, index: int, there: Any) -> None:
@@ -190,16 +189,25 @@ async def welcome(outlet: Workers, index: int, there: Any) -> None:
     async def accept(fds: Sequence[int] = ()) -> None:
         pass
 
-    async def link() -> Link:
-        return Link(there, "trainer", KEYS)
+    link = Link(there, "trainer", KEYS)
+
+    async def get_link() -> Link:
+        return link
 
     async def refuse(why: str) -> None:
         there.close()
 
     hello = Hello("weights", "policy", index)
-    contact: Any = SimpleNamespace(hello=hello, pid=0, where="", accept=accept, link=link, refuse=refuse)
+    contact: Any = SimpleNamespace(hello=hello, pid=0, where="", accept=accept, link=get_link, refuse=refuse)
     with suppress(ConnectionError):
         await outlet._welcome(contact)
+    check_end(link)
+
+
+def check_end(link: Link) -> None:
+    """A connection ends because an end has closed it, or does not answer; not by what an end has said."""
+    usual = "closed|keep-alive|shut down|disconnected|does not fit|cancelled|None"
+    assert re.search(usual, str(link.cause)), link.cause
 
 
 class Model:
@@ -213,6 +221,7 @@ class Model:
         self.memory = self.model["weight"].numpy().data
         self.seen = self.promised = 0
         self.history = [(0.0, 0)]  # when which version was installed
+        self.misfit_at = -1.0
         self.weights: Any = SimpleNamespace(refused=())
         destination: Any = self
         self.receiver = Receiver(name, destination, None, gate=False)  # type: ignore[arg-type]
@@ -232,6 +241,10 @@ class Model:
         return {v for at, v in self.history if at >= since} | {max(v for at, v in self.history if at <= since)}
 
     def target(self, layout: Layout, *, bind: bool) -> Weights:
+        if self.world.random.random() < REFUSED:
+            self.world.say("misfit", worker=self.worker.index, model=self.name)
+            self.misfit_at = self.world.loop.time()
+            raise LayoutMismatch("the model does not fit")
         self.weights = Weights(self, layout)
         return self.weights
 
@@ -334,8 +347,15 @@ class Process:
                 self.note(running)
                 await self.inside(model, self.gate.attach, receiver)
                 await running
-            except (ConnectionError, LayoutMismatch):
+            except LayoutMismatch:
+                whole = not here.error
                 here.close()
+                await asyncio.sleep(1)
+                named = self.index in model.outlet._rejected or not whole or here.lost
+                assert named, f"worker {self.index} was not rejected, although {name} does not fit"
+            except ConnectionError:
+                here.close()
+            check_end(link)
             await asyncio.sleep(0.1)
 
     async def act(self) -> None:
@@ -486,6 +506,28 @@ class World:
                 assert again == (self.loop.time(), {index: causes[index]}), "a second wait for it ends at once"
         return causes
 
+    async def define(self, name: str) -> bool:
+        """Define the layout, if there is none yet and it fits all workers: as ``Sender`` does it."""
+        outlet, began = self.outlets[name], self.loop.time()
+        if outlet._layout is None:
+            causes = dict[int, Cause]()
+            if outlet.workers and self.random.random() < 0.7:
+                models = {index: self.workers[index].models[name] for index in outlet.workers}
+                causes = await outlet.check_layout(LAYOUT, deadline_in(TIMEOUT))  # type: ignore[misc]
+                assert self.loop.time() - began <= TIMEOUT + 1e-6
+                for index, model in models.items():
+                    kind = causes[index].kind if index in causes else ""
+                    if kind == "late":
+                        self.check_late(index, began, None)
+                    elif kind != "died":
+                        assert (model.misfit_at >= began) == (kind == "failed"), f"{name}: {index} has said {causes}"
+            self.say("layout", model=name, causes=sorted(causes))
+            if causes:
+                return False
+            outlet.set_layout(LAYOUT)
+            await asyncio.sleep(0)
+        return True
+
     async def send(self, name: str) -> None:
         """Send an update of one model, and wait until it is ready or installed; or do not wait."""
         update = self.new_update(name)
@@ -582,7 +624,8 @@ class World:
         self.loop.set_exception_handler(self.fail)
         self.trainer = Process(self)
         self.outlets = {name: make_outlet(on_request=self.on_request) for name in MODELS}
-        for name, outlet in self.outlets.items():
+        for name, outlet in self.outlets.items() if self.random.random() < 0.7 else ():
+            outlet.set_layout(LAYOUT)
             outlet.publish(self.new_update(name), INDICES)
         for index in INDICES:
             self.workers[index] = Process(self, index, MODELS)
@@ -591,12 +634,14 @@ class World:
         for _ in range(self.random.randint(3, 16)):
             await asyncio.sleep(self.random.choice([0, 0, 0.01, 1]))
             name = self.random.choice(MODELS)
+            if not all([await self.define(one) for one in MODELS]):
+                continue
             match self.random.choices(["transaction", "send", "wait_async", "verify"], [8, 8, 2, 4])[0]:
                 case "transaction" if not self.on_request:
                     await self.transaction()
                 case "wait_async":
                     await self.wait_async()
-                case "verify":
+                case "verify" if self.versions[name]:
                     await self.verify(name)
                 case _:
                     await self.send(name)
@@ -621,7 +666,7 @@ class World:
                 return f"{name}: only workers {list(outlet.workers)} are present at the end"
             for index, newest in enumerate(outlet._newest):
                 worker, has = self.workers[index], self.workers[index].versions[name]
-                if newest is None or not (newest.version == has or self.refuses(worker, name, newest)):
+                if newest is not None and newest.version != has and not self.refuses(worker, name, newest):
                     return f"worker {index} stays at {name} {has}, the newest is {newest}"
         return ""
 
