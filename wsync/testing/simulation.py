@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import itertools
 import random
 import re
 import sys
@@ -35,7 +36,7 @@ from wsync.control.auth import Hello
 from wsync.control.session import Medium, SessionInbox
 from wsync.control.wire import Link
 from wsync.deadlines import deadline_in
-from wsync.errors import LayoutMismatch
+from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WorkerFailed
 from wsync.gate import Gate, process_gate
 from wsync.inbox import WorkerConnection
 from wsync.receiver import Receiver
@@ -49,7 +50,6 @@ MODELS, INDICES, TIMEOUT, KEEPALIVE = ("actor", "critic"), (0, 1, 2), 5.0, 2.0
 KEYS = (b"t" * 32, b"w" * 32)
 CAPACITY, SIZE = 300, 24  # bytes of a connection, and of the weights
 LAYOUT = packed({"weight": torch.zeros(SIZE, dtype=torch.uint8)})[0]
-REFUSED = 0.05  # of the updates and layouts that a model looks at
 
 
 # --- the loop, the clock, the network ---
@@ -159,22 +159,16 @@ class Stream:
 # --- what the product is given ---
 
 
-GATE: ContextVar[Gate] = ContextVar("GATE")
-"""That of the simulated process."""
-
-
-def post(function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
-    """As ``ControlLoop.post``."""
-    asyncio.get_running_loop().call_soon(lambda: function(*args, **kwargs))
-
-
-def call(coroutine: Coroutine[Any, Any, Any], deadline: float | None = None) -> asyncio.Task[Any]:
-    """As ``ControlLoop.call``, but return a task: there is no other thread that could wait."""
-    return asyncio.ensure_future(coroutine)
-
-
-CONTROL: Any = SimpleNamespace(inherited=False, acquire=lambda: CONTROL, release=lambda: None, post=post, call=call)
-"""The control loop of every simulated process."""
+NUMBERS = itertools.count()  # of the simulated processes: all are in one, and have one list of receivers
+GATE: ContextVar[Gate] = ContextVar("GATE")  # of the simulated process
+CONTROL: Any = SimpleNamespace(
+    inherited=False,
+    acquire=lambda: CONTROL,
+    release=lambda: None,
+    post=lambda function, *args, **more: asyncio.get_running_loop().call_soon(lambda: function(*args, **more)),
+    call=lambda coroutine, deadline=None: asyncio.ensure_future(coroutine),  # there is no thread that could wait
+)
+"""In place of each process's ``ControlLoop``."""
 
 
 def make_outlet(*, on_request: bool) -> Workers:
@@ -185,11 +179,10 @@ def make_outlet(*, on_request: bool) -> Workers:
 
 async def welcome(outlet: Workers, index: int, there: Any) -> None:
     """Have the outlet accept a worker, by the trainer's end of its connection."""
+    link = Link(there, "trainer", KEYS)
 
     async def accept(fds: Sequence[int] = ()) -> None:
         pass
-
-    link = Link(there, "trainer", KEYS)
 
     async def get_link() -> Link:
         return link
@@ -197,6 +190,8 @@ async def welcome(outlet: Workers, index: int, there: Any) -> None:
     async def refuse(why: str) -> None:
         there.close()
 
+    if outlet._closed:
+        return there.close()
     hello = Hello("weights", "policy", index)
     contact: Any = SimpleNamespace(hello=hello, pid=0, where="", accept=accept, link=get_link, refuse=refuse)
     with suppress(ConnectionError):
@@ -206,7 +201,7 @@ async def welcome(outlet: Workers, index: int, there: Any) -> None:
 
 def check_end(link: Link) -> None:
     """A connection ends because an end has closed it, or does not answer; not by what an end has said."""
-    usual = "closed|keep-alive|shut down|disconnected|does not fit|cancelled|None"
+    usual = "closed|keep-alive|shut down|disconnected|does not fit|cancelled|taken|None"
     assert re.search(usual, str(link.cause)), link.cause
 
 
@@ -221,14 +216,11 @@ class Model:
         self.memory = self.model["weight"].numpy().data
         self.seen = self.promised = 0
         self.history = [(0.0, 0)]  # when which version was installed
-        self.misfit_at = -1.0
-        self.weights: Any = SimpleNamespace(refused=())
-        destination: Any = self
-        self.receiver = Receiver(name, destination, None, gate=False)  # type: ignore[arg-type]
-        rendezvous: Any = None
-        self.connection = WorkerConnection(
-            rendezvous, None, name, self.receiver, lambda index: Medium(), binds_arena=False
-        )
+        self.misfit_at = -1.0  # when it has refused a layout
+        self.weights: Any = SimpleNamespace(refused=())  # what takes those of the present connection
+        this: Any = self
+        self.receiver = Receiver(name, this, this, gate=False)
+        self.connection = WorkerConnection(this, None, name, self.receiver, lambda _: Medium(), binds_arena=False)
         self.receiver.connection = self.connection
 
     @property
@@ -241,7 +233,7 @@ class Model:
         return {v for at, v in self.history if at >= since} | {max(v for at, v in self.history if at <= since)}
 
     def target(self, layout: Layout, *, bind: bool) -> Weights:
-        if self.world.random.random() < REFUSED:
+        if self.world.random.random() < self.world.refused:
             self.world.say("misfit", worker=self.worker.index, model=self.name)
             self.misfit_at = self.world.loop.time()
             raise LayoutMismatch("the model does not fit")
@@ -265,7 +257,7 @@ class Weights(Tensors):
             version = world.known[name, view.numpy().tobytes()]
             if version in self.refused:
                 world.fail(world.loop, {"message": f"{name} {version} is tried again after it was refused"})
-            if version not in self.accepted and world.random.random() < REFUSED:
+            if version not in self.accepted and world.random.random() < world.refused:
                 world.say("refuse", worker=worker.index, model=name, version=version)
                 self.refused.add(version)
                 worker.refused_at = world.loop.time()
@@ -290,13 +282,14 @@ class Process:
         self.world, self.tasks, self.streams, self.alive = world, list[asyncio.Task[Any]](), list[Stream](), True
         self.running = asyncio.Event()
         self.running.set()
-        self.refused_at = 0.0
+        self.refused_at, self.number = 0.0, next(NUMBERS)
         self.index, self.gate, self.context = index, Gate(), copy_context()
         self.context.run(GATE.set, self.gate)
         self.models = {name: Model(self, name) for name in models}
         if models:
             self.start(self.act())
-            self.start(self.pull())
+            self.start(self.fetch())
+            self.start(self.fetch())
         for name in models:
             self.start(self.stay_connected(name))
 
@@ -318,9 +311,11 @@ class Process:
             task.cancel()
         for stream in self.streams:
             stream.close()
-        for model in self.models.values():
-            if model.receiver in receiver._receivers:
-                receiver._receivers.remove(model.receiver)
+
+    def lacks(self, update: Update) -> bool:
+        """Return whether an update requires what has not come by the present connections."""
+        has = {model.outlet.name: model.receiver.version for model in self.models.values()}
+        return any(has[sender] < version for sender, version in update.requires.items())
 
     @property
     def versions(self) -> dict[str, int]:
@@ -335,7 +330,7 @@ class Process:
         model, contact = self.models[name], SimpleNamespace(hello=Hello("weights", name, self.index), pid=0)
         receiver = model.receiver
         while True:
-            await self.inside(model, receiver._open, self.index)
+            await self.inside(model, receiver._open, self.number)
             here: Any = Stream(self)
             here.peer = there = Stream(self.world.trainer, peer=here)
             self.world.trainer.start(welcome(self.world.outlets[name], self.index, there))
@@ -348,11 +343,11 @@ class Process:
                 await self.inside(model, self.gate.attach, receiver)
                 await running
             except LayoutMismatch:
-                whole = not here.error
                 here.close()
                 await asyncio.sleep(1)
-                named = self.index in model.outlet._rejected or not whole or here.lost
-                assert named, f"worker {self.index} was not rejected, although {name} does not fit"
+                named = self.index in model.outlet._rejected or model.outlet._closed
+                excused = named or self.world.faulty[self.index] >= model.misfit_at - 1
+                assert excused, f"worker {self.index} was not rejected, although {name} does not fit"
             except ConnectionError:
                 here.close()
             check_end(link)
@@ -369,36 +364,31 @@ class Process:
                 await self.step(world.random.choice([0.0001, 0.01, 0.3]))
                 assert self.versions == before, f"worker {self.index}: an update was installed during a forward"
 
-    async def pull(self) -> None:
-        """Where workers fetch, do so now and then, as ``Receiver.pull`` does it, also twice at once."""
-        world = self.world
-        while world.on_request:
+    async def fetch(self) -> None:
+        """Fetch now and then, as ``Receiver.pull`` does it."""
+        while self.world.on_request:
             await self.step(1)
-            self.start(self.fetch(self.models[world.random.choice(MODELS)]))
-
-    async def fetch(self, model: Model) -> None:
-        receiver, inbox, newest = model.receiver, model.receiver.inbox, model.outlet._newest[self.index]
-        if not isinstance(inbox, SessionInbox) or inbox._ended:
-            return
-        self.note(request := self.world.loop.create_task(inbox.request()))
-        receiver._pulling += 1
-        await asyncio.wait([request], timeout=self.world.random.choice([0.1, TIMEOUT]))
-        await self.inside(model, bool)
-        receiver._pulling -= 1
-        if inbox._ended:
-            await self.step(1)
-            assert request.done(), "a fetch goes on after the end of its connection"
-        if request.done() and not inbox._ended and newest is not None:
-            has = model.version
-            right = has >= newest.version or newest.version in model.weights.refused
-            assert right, f"worker {self.index} has fetched {model.name} {has}, and the newest was {newest}"
+            model = self.models[self.world.random.choice(MODELS)]
+            inbox, newest = model.receiver.inbox, model.outlet._newest[self.index]
+            if newest is None or not isinstance(inbox, SessionInbox) or inbox._ended:
+                continue
+            self.note(request := self.world.loop.create_task(inbox.request()))
+            model.receiver._pulling += 1
+            await asyncio.wait([request], timeout=self.world.random.choice([0.1, TIMEOUT]))
+            await self.inside(model, bool)
+            model.receiver._pulling -= 1
+            has = max(model.version, *model.weights.refused, 0)
             self.world.say("fetch", worker=self.index, model=model.name, version=has)
+            right = has >= newest.version or inbox._ended or not request.done()
+            assert right, f"worker {self.index} has fetched {model.name} {has}, and the newest was {newest}"
+            if inbox._ended:
+                await self.step(1)
+                assert request.done(), "a fetch goes on after the end of its connection"
 
     def break_connection(self, way: str) -> None:
         """``close`` or ``cut`` a connection, if there is one."""
         if found := [stream for stream in self.streams if not stream.error]:
-            self.world.note_fault(self, KEEPALIVE)
-            self.world.say(way, worker=self.index)
+            self.world.fault(way, self, KEEPALIVE)
             getattr(self.world.random.choice(found), way)()
 
 
@@ -410,6 +400,7 @@ class World:
         self.loop = VirtualLoop()
         self.latency = 10 ** self.random.uniform(-4, -1)
         self.rate = 10 ** self.random.uniform(-1, 1)  # of faults, per second
+        self.refused = 0.05  # of the updates and layouts that a model looks at
         self.failures = list[BaseException]()
         self.order = list[Any]()  # what happened
         self.committed, self.aborted = list[dict[str, int]](), list[dict[str, int]]()
@@ -431,27 +422,29 @@ class World:
     def any_worker(self) -> Process:
         return self.random.choice(list(self.workers.values()))
 
-    def note_fault(self, worker: Process, seconds: float) -> None:
+    def fault(self, what: str, worker: Process, seconds: float) -> None:
+        self.say(what, worker=worker.index, seconds=seconds)
         self.faulty[worker.index] = max(self.faulty[worker.index], self.loop.time() + seconds)
 
     async def faults(self) -> None:
         while True:
             await asyncio.sleep(self.random.expovariate(self.rate))
             worker = self.any_worker()
-            match self.random.choice(["kill", "stop", "cut", "close"]):
+            match self.random.choice(["kill", "stop", "cut", "close", "disconnect"]):
                 case "kill":
-                    self.note_fault(worker, 2)
-                    self.say("kill", worker=worker.index)
+                    self.fault("kill", worker, 2)
                     worker.kill()
                     await asyncio.sleep(self.random.uniform(0, 2))
                     self.workers[worker.index] = Process(self, worker.index, MODELS)
                 case "stop":
                     seconds = self.random.choice([0.01, 1, 2 * TIMEOUT])
-                    self.note_fault(worker, seconds)
-                    self.say("stop", worker=worker.index, seconds=seconds)
+                    self.fault("stop", worker, seconds)
                     worker.running.clear()
                     await asyncio.sleep(seconds)
                     worker.running.set()
+                case "disconnect":
+                    self.fault("disconnect", worker, KEEPALIVE)
+                    self.outlets[self.random.choice(MODELS)].disconnect(worker.index, "it was disconnected")
                 case way:
                     worker.break_connection(way)
 
@@ -470,11 +463,20 @@ class World:
         for parts in self.aborted:
             assert versions.items().isdisjoint(parts.items()), f"{who} {versions} has an aborted part"
 
-    def check_late(self, index: int, began: float, newest: Update | None) -> None:
-        """A call that began then may have no answer only of a worker with a fault, or that has refused a model."""
-        lacks = newest is not None and self.lacking(self.workers[index], newest)
-        excused = lacks or self.on_request or self.faulty[index] > began - 1
-        assert excused, f"worker {index} had no fault, and has not answered"
+    async def in_time(self, name: str, call: Any, timeout: float = TIMEOUT) -> dict[int, Cause]:
+        """Return what a call of an outlet has found out about workers: in time, and at once if none is silent.
+
+        Silent are those that have had a fault, or that have refused what the newest update requires.
+        """
+        began, causes = self.loop.time(), await call
+        took = self.loop.time() - began
+        late = [index for index, cause in causes.items() if cause.kind == "late"]
+        assert took < timeout or (late and took <= timeout + 1e-6), f"a call took {took} s"
+        for index in late if timeout == TIMEOUT and not self.on_request else ():
+            worker, newest = self.workers[index], self.outlets[name]._newest[index]
+            excused = self.faulty[index] > began - 1 or (newest is not None and worker.lacks(newest))
+            assert excused, f"worker {index} had no fault, and has not answered"
+        return causes
 
     # --- the trainer ---
 
@@ -487,46 +489,32 @@ class World:
         return Update(version, buffer, requires=self.requires[name], undecided=undecided)
 
     async def wait(self, name: str, version: int, stage: Stage) -> dict[int, Cause]:
-        """Wait, as the product does: it ends in time, and at once where a connection has ended or has refused."""
+        """Wait for an update, as the product does; and again for those that have died or have refused it."""
         sessions = {index: member.session for index, member in self.outlets[name]._given[version].items()}
-        began = self.loop.time()
-        causes = await workers.wait_for(sessions, version, stage, deadline_in(TIMEOUT))
-        took = self.loop.time() - began
-        assert took <= TIMEOUT + 1e-6, f"a call took {took} s"
-        in_time = took < TIMEOUT or any(session.state(version, stage) is False for session in sessions.values())
-        assert in_time, "all connections have answered or ended, and the trainer waited for the deadline"
-        for index in causes:
-            if causes[index].kind == "late":
-                self.check_late(index, began, self.outlets[name]._newest[index])
-            else:
-                again = (
-                    self.loop.time(),
-                    await workers.wait_for({index: sessions[index]}, version, stage, deadline_in(TIMEOUT)),
-                )
-                assert again == (self.loop.time(), {index: causes[index]}), "a second wait for it ends at once"
+        causes = await self.in_time(name, workers.wait_for(sessions, version, stage, deadline_in(TIMEOUT)))
+        known = {index: cause for index, cause in causes.items() if cause.kind != "late"}
+        ended, rest = self.loop.time(), {index: sessions[index] for index in known}
+        assert await workers.wait_for(rest, version, stage, deadline_in(TIMEOUT)) == known
+        assert self.loop.time() == ended, "a second wait ends at once"
         return causes
 
     async def define(self, name: str) -> bool:
         """Define the layout, if there is none yet and it fits all workers: as ``Sender`` does it."""
-        outlet, began = self.outlets[name], self.loop.time()
-        if outlet._layout is None:
-            causes = dict[int, Cause]()
-            if outlet.workers and self.random.random() < 0.7:
-                models = {index: self.workers[index].models[name] for index in outlet.workers}
-                causes = await outlet.check_layout(LAYOUT, deadline_in(TIMEOUT))  # type: ignore[misc]
-                assert self.loop.time() - began <= TIMEOUT + 1e-6
-                for index, model in models.items():
-                    kind = causes[index].kind if index in causes else ""
-                    if kind == "late":
-                        self.check_late(index, began, None)
-                    elif kind != "died":
-                        assert (model.misfit_at >= began) == (kind == "failed"), f"{name}: {index} has said {causes}"
-            self.say("layout", model=name, causes=sorted(causes))
-            if causes:
-                return False
+        outlet, began, causes = self.outlets[name], self.loop.time(), dict[int, Cause]()
+        if outlet._layout is not None:
+            return True
+        if outlet.workers and self.random.random() < 0.7:
+            models = {index: self.workers[index].models[name] for index in outlet.workers}
+            causes = await self.in_time(name, outlet.check_layout(LAYOUT, deadline_in(TIMEOUT)))
+            for index, model in models.items():
+                kind = causes[index].kind if index in causes else ""
+                right = model.misfit_at >= began if kind == "failed" else kind or isinstance(model.weights, Weights)
+                assert right, f"worker {index} has said of {name}: {causes.get(index)}"
+        self.say("layout", model=name, causes=sorted(causes))
+        if not causes:
             outlet.set_layout(LAYOUT)
             await asyncio.sleep(0)
-        return True
+        return not causes
 
     async def send(self, name: str) -> None:
         """Send an update of one model, and wait until it is ready or installed; or do not wait."""
@@ -536,7 +524,7 @@ class World:
         await asyncio.sleep(0)
         stage: Stage = "installed" if self.on_request else self.random.choice(["ready", "installed"])
         given = {
-            index: (member.session, model := self.workers[index].models[name], model.weights)
+            index: (member, model := self.workers[index].models[name], model.weights)
             for index, member in self.outlets[name]._given[version].items()
         }
         self.kept.append((name, version, stage, given, self.loop.time()))
@@ -554,8 +542,8 @@ class World:
         """Wait for an update; what that says of a worker is true."""
         causes = await self.wait(name, version, stage)
         self.say("send", model=name, version=version, until=stage, causes=sorted(causes))
-        for index, (session, model, weights) in given.items():
-            if self.outlets[name]._given[version][index].session is not session or model.weights is not weights:
+        for index, (member, model, weights) in given.items():
+            if self.outlets[name]._given[version][index] is not member or model.weights is not weights:
                 continue  # it has connected again
             who, has = f"send {name} {version}: worker {index}", model.version
             if index not in causes:
@@ -571,22 +559,34 @@ class World:
         """Ask all workers whether they have a version; the answer is true of some moment of the call."""
         outlet, version = self.outlets[name], max(1, self.versions[name] - self.random.choice([0, 0, 1]))
         models = {index: self.workers[index].models[name] for index in outlet.workers}
-        sessions = {index: member.session for index, member in outlet._members.items()}
         timeout, began = self.random.choice([0.1, TIMEOUT]), self.loop.time()
-        causes: Any = await outlet.verify(dict.fromkeys(models, self.digests[name, version]), deadline_in(timeout))  # type: ignore[misc]
+        asked = outlet.verify(dict.fromkeys(models, self.digests[name, version]), deadline_in(timeout))
+        causes = await self.in_time(name, asked, timeout)
         self.say("verify", model=name, version=version, causes=sorted(causes))
-        took, late = self.loop.time() - began, [index for index in causes if causes[index].kind == "late"]
-        assert took < timeout or (late and took <= timeout + 1e-6), f"verify took {took} s"
         for index, model in models.items():
             who, had = f"verify {name} {version}: worker {index}", model.had(began)
-            if index not in causes:
-                assert version in had, f"{who} had {had} meanwhile"
-            elif causes[index].kind == "failed":
-                assert had != {version}, f"{who} had it: {causes[index]}"
-            elif index in late:
-                assert sessions[index].cause is None, f"{who} has ended, and is not named at once"
-                if timeout == TIMEOUT:
-                    self.check_late(index, began, outlet._newest[index])
+            match causes[index].kind if index in causes else "":
+                case "":
+                    assert version in had, f"{who} had {had} meanwhile"
+                case "failed":
+                    assert had != {version}, f"{who} had it: {causes[index]}"
+                case "late":
+                    assert index in outlet.workers, f"{who} has ended, and is not named at once"
+
+    async def readmit(self, name: str) -> None:
+        """Wait until a worker is connected, perhaps another one: as ``Workers.readmit`` does it."""
+        outlet, index, began = self.outlets[name], self.random.choice(INDICES), self.loop.time()
+        member = outlet._members.get(index)
+        self.fault("readmit", self.workers[index], KEEPALIVE if member is not None and not member.fresh else 0)
+        if member is not None and not member.fresh:
+            await outlet._end(member, "it was disconnected")
+        try:
+            await outlet._meet([index], {}, deadline_in(TIMEOUT))
+            assert outlet._members[index].session.cause is None
+        except (SyncTimeout, WorkerFailed, NotConnected) as error:
+            closed, misfit = outlet._closed, self.workers[index].models[name].misfit_at >= began
+            assert closed or misfit or self.faulty[index] > began, error
+        assert self.loop.time() <= began + TIMEOUT + 1e-6
 
     async def transaction(self) -> None:
         """Both models in all workers, or none: as ``wsync.transaction`` does it."""
@@ -636,24 +636,53 @@ class World:
             name = self.random.choice(MODELS)
             if not all([await self.define(one) for one in MODELS]):
                 continue
-            match self.random.choices(["transaction", "send", "wait_async", "verify"], [8, 8, 2, 4])[0]:
+            match self.random.choices(["transaction", "send", "wait_async", "verify", "readmit"], [8, 8, 2, 4, 2])[0]:
                 case "transaction" if not self.on_request:
                     await self.transaction()
                 case "wait_async":
                     await self.wait_async()
                 case "verify" if self.versions[name]:
                     await self.verify(name)
+                case "readmit":
+                    await self.readmit(name)
                 case _:
                     await self.send(name)
+        if self.random.random() < 0.2:
+            return await self.close(self.random.choice(MODELS), faults)
         faults.cancel()
         await self.recover()
 
+    async def close(self, name: str, faults: asyncio.Task[None]) -> None:
+        """The trainer shuts down while another thread's call waits: all ends, at both ends."""
+        call = self.random.choice([self.send, self.verify, self.readmit] if self.versions[name] else [self.define])
+        waiting = asyncio.ensure_future(call(name))
+        await asyncio.sleep(self.random.choice([0, self.latency, 1]))
+        for outlet in self.outlets.values():
+            began, outlet._closed = self.loop.time(), True
+            await outlet._close(self.random.random() < 0.5)
+            assert self.loop.time() - began <= 10 + 1e-6, "it waits five seconds for workers, and five for its own end"
+        await asyncio.wait([waiting], timeout=0.1)
+        assert waiting.done(), "a call goes on after the end"
+        waiting.result()
+        faults.cancel()
+        for worker in self.workers.values():
+            worker.running.set()
+        await asyncio.sleep(2 * KEEPALIVE)
+        connections = [model.connection for worker in self.workers.values() for model in worker.models.values()]
+        left = [*self.trainer.tasks, *(one._running for one in connections if one._running is not None)]
+        assert all(task.done() for task in left), left
+        self.say("shutdown", during=call.__name__)
+
     async def recover(self) -> None:
         """The faults have stopped: a while later every worker has the newest, without another send."""
+        self.refused = 0.0
         for index, worker in self.workers.items():
             worker.running.set()
             if not worker.alive:
                 self.workers[index] = Process(self, index, MODELS)
+            elif any(model.weights.refused for model in worker.models.values()):  # its user has mended the model
+                for stream in worker.streams:
+                    stream.close()
         latest = self.loop.time() + 4 * KEEPALIVE + 2 * TIMEOUT
         while (missing := self.missing()) and self.loop.time() < latest:
             await asyncio.sleep(0.1)
@@ -665,20 +694,10 @@ class World:
             if list(outlet.workers) != list(INDICES):
                 return f"{name}: only workers {list(outlet.workers)} are present at the end"
             for index, newest in enumerate(outlet._newest):
-                worker, has = self.workers[index], self.workers[index].versions[name]
-                if newest is not None and newest.version != has and not self.refuses(worker, name, newest):
+                has = self.workers[index].versions[name]
+                if newest is not None and newest.version != has:
                     return f"worker {index} stays at {name} {has}, the newest is {newest}"
         return ""
-
-    def refuses(self, worker: Process, name: str, update: Update) -> bool:
-        """Return whether a worker has refused an update, or one that it requires."""
-        newest = {one: self.outlets[one]._newest[worker.index] for one in self.lacking(worker, update)} | {name: update}
-        return any(one is not None and one.version in worker.models[n].weights.refused for n, one in newest.items())
-
-    def lacking(self, worker: Process, update: Update) -> list[str]:
-        """Return the models that an update requires, and of which a worker has no such version by its connection."""
-        has = {name: model.receiver.version for name, model in worker.models.items()}
-        return [name for name in MODELS if has[name] < update.requires.get(self.outlets[name].name, 0)]
 
     def run(self) -> None:
         """Run the history; raise what does not hold."""
