@@ -42,7 +42,7 @@ from wsync.inbox import WorkerConnection
 from wsync.receiver import Receiver
 from wsync.update import Cause, Stage, Update
 from wsync.weights.layout import Layout, packed
-from wsync.weights.targets import Tensors
+from wsync.weights.targets import Target
 from wsync.weights.tensors import digest_of
 from wsync.workers import Workers
 
@@ -177,23 +177,18 @@ def make_outlet(*, on_request: bool) -> Workers:
     return Workers(listener, len(INDICES), lambda index: Medium(), arena=False, on_request=on_request, loop=CONTROL)
 
 
+async def give(result: Any = None) -> Any:
+    """Return it."""
+    return result
+
+
 async def welcome(outlet: Workers, index: int, there: Any) -> None:
     """Have the outlet accept a worker, by the trainer's end of its connection."""
-    link = Link(there, "trainer", KEYS)
-
-    async def accept(fds: Sequence[int] = ()) -> None:
-        pass
-
-    async def get_link() -> Link:
-        return link
-
-    async def refuse(why: str) -> None:
-        there.close()
-
     if outlet._closed:
         return there.close()
-    hello = Hello("weights", "policy", index)
-    contact: Any = SimpleNamespace(hello=hello, pid=0, where="", accept=accept, link=get_link, refuse=refuse)
+    link = Link(there, "trainer", KEYS)
+    contact: Any = SimpleNamespace(hello=Hello("weights", "policy", index), pid=0, where="")
+    contact.accept, contact.link, contact.refuse = give, lambda: give(link), lambda why: give(there.close())
     with suppress(ConnectionError):
         await outlet._welcome(contact)
     check_end(link)
@@ -205,8 +200,8 @@ def check_end(link: Link) -> None:
     assert re.search(usual, str(link.cause)), link.cause
 
 
-class Model:
-    """One model in one worker, and its receiver."""
+class Model(Target):
+    """One model in one worker: its receiver, and what takes the weights. It refuses some, and takes what it accepts."""
 
     module = None
 
@@ -216,8 +211,8 @@ class Model:
         self.memory = self.model["weight"].numpy().data
         self.seen = self.promised = 0
         self.history = [(0.0, 0)]  # when which version was installed
-        self.misfit_at = -1.0  # when it has refused a layout
-        self.weights: Any = SimpleNamespace(refused=())  # what takes those of the present connection
+        self.accepted, self.refused = set[int](), set[int]()  # over the present connection
+        self.fits, self.misfit_at = False, -1.0  # whether it has accepted a layout, and when it has refused one
         this: Any = self
         self.receiver = Receiver(name, this, this, gate=False)
         self.connection = WorkerConnection(this, None, name, self.receiver, lambda _: Medium(), binds_arena=False)
@@ -232,44 +227,37 @@ class Model:
         """Return the versions that it had since then."""
         return {v for at, v in self.history if at >= since} | {max(v for at, v in self.history if at <= since)}
 
-    def target(self, layout: Layout, *, bind: bool) -> Weights:
-        if self.world.random.random() < self.world.refused:
+    def target(self, layout: Layout, *, bind: bool) -> Target:
+        if self.refuses():
             self.world.say("misfit", worker=self.worker.index, model=self.name)
             self.misfit_at = self.world.loop.time()
             raise LayoutMismatch("the model does not fit")
-        self.weights = Weights(self, layout)
-        return self.weights
+        self.fits, self.accepted, self.refused = True, set(), set()
+        return self
+
+    def refuses(self) -> bool:
+        return self.world.random.random() < self.world.refused
 
     def extra_of(self, blob: bytes) -> dict[str, Any]:
         return {}
 
-
-class Weights(Tensors):
-    """What takes the weights of one connection. It refuses some, and takes what it has accepted."""
-
-    def __init__(self, model: Model, layout: Layout) -> None:
-        self.owner, self.accepted, self.refused = model, set[int](), set[int]()
-        super().__init__(model.model, layout)
-
-    def check_only(self, views: Sequence[Tensor], extra: Any = None) -> list[Tensor]:
-        worker, world, name = self.owner.worker, self.owner.world, self.owner.name
-        for view in views:
-            version = world.known[name, view.numpy().tobytes()]
-            if version in self.refused:
-                world.fail(world.loop, {"message": f"{name} {version} is tried again after it was refused"})
-            if version not in self.accepted and world.random.random() < world.refused:
-                world.say("refuse", worker=worker.index, model=name, version=version)
-                self.refused.add(version)
-                worker.refused_at = world.loop.time()
-                for model in worker.models.values():  # what is ready may be refused, or lack what it requires
-                    model.promised = 0
-                raise LayoutMismatch("refused")
-            self.accepted.add(version)
-        return super().check_only(views)
+    def check_only(self, views: Sequence[Tensor], extra: Any = None) -> None:
+        version = self.world.known[self.name, views[0].numpy().tobytes()]
+        if version in self.refused:
+            self.world.fail(None, {"message": f"{self.name} {version} is tried again after it was refused"})
+        if version not in self.accepted and self.refuses():
+            self.world.say("refuse", worker=self.worker.index, model=self.name, version=version)
+            self.refused.add(version)
+            self.worker.refused_at = self.world.loop.time()
+            for model in self.worker.models.values():  # what is ready may be refused, or lack what it requires
+                model.promised = 0
+            raise LayoutMismatch("refused")
+        self.accepted.add(version)
 
     def install(self, views: Sequence[Tensor], extra: Any = None) -> None:
-        super().install(views)
-        self.owner.history.append((self.owner.world.loop.time(), self.owner.version))
+        self.check_only(views)
+        self.model["weight"].copy_(views[0])
+        self.history.append((self.world.loop.time(), self.version))
 
 
 class Process:
@@ -370,20 +358,17 @@ class Process:
             await self.step(1)
             model = self.models[self.world.random.choice(MODELS)]
             inbox, newest = model.receiver.inbox, model.outlet._newest[self.index]
-            if newest is None or not isinstance(inbox, SessionInbox) or inbox._ended:
-                continue
-            self.note(request := self.world.loop.create_task(inbox.request()))
-            model.receiver._pulling += 1
-            await asyncio.wait([request], timeout=self.world.random.choice([0.1, TIMEOUT]))
-            await self.inside(model, bool)
-            model.receiver._pulling -= 1
-            has = max(model.version, *model.weights.refused, 0)
-            self.world.say("fetch", worker=self.index, model=model.name, version=has)
-            right = has >= newest.version or inbox._ended or not request.done()
-            assert right, f"worker {self.index} has fetched {model.name} {has}, and the newest was {newest}"
-            if inbox._ended:
+            if newest is not None and isinstance(inbox, SessionInbox):
+                self.note(request := self.world.loop.create_task(inbox.request()))
+                model.receiver._pulling += 1
+                await asyncio.wait([request], timeout=self.world.random.choice([0.1, TIMEOUT]))
+                await self.inside(model, bool)
+                model.receiver._pulling -= 1
+                has, ended = max(model.version, *model.refused, 0), inbox._ended
+                self.world.say("fetch", worker=self.index, model=model.name, version=has)
+                assert has >= newest.version or ended or not request.done(), f"{newest} was not fetched: {has}"
                 await self.step(1)
-                assert request.done(), "a fetch goes on after the end of its connection"
+                assert request.done() or not ended, "a fetch goes on after the end of its connection"
 
     def break_connection(self, way: str) -> None:
         """``close`` or ``cut`` a connection, if there is one."""
@@ -405,7 +390,7 @@ class World:
         self.order = list[Any]()  # what happened
         self.committed, self.aborted = list[dict[str, int]](), list[dict[str, int]]()
         self.known = {(name, bytes(SIZE)): 0 for name in MODELS}  # the version of these bytes
-        self.digests: dict[tuple[str, int], dict[str, int]] = {}
+        self.digests = {(name, 0): {"weight": digest_of(torch.zeros(SIZE, dtype=torch.uint8))} for name in MODELS}
         self.kept = list[Any]()  # what was sent and not waited for
         self.on_request = self.random.random() < 0.2  # whether workers fetch
         self.versions = dict.fromkeys(MODELS, 0)
@@ -508,7 +493,7 @@ class World:
             causes = await self.in_time(name, outlet.check_layout(LAYOUT, deadline_in(TIMEOUT)))
             for index, model in models.items():
                 kind = causes[index].kind if index in causes else ""
-                right = model.misfit_at >= began if kind == "failed" else kind or isinstance(model.weights, Weights)
+                right = model.misfit_at >= began if kind == "failed" else kind or model.fits
                 assert right, f"worker {index} has said of {name}: {causes.get(index)}"
         self.say("layout", model=name, causes=sorted(causes))
         if not causes:
@@ -524,7 +509,7 @@ class World:
         await asyncio.sleep(0)
         stage: Stage = "installed" if self.on_request else self.random.choice(["ready", "installed"])
         given = {
-            index: (member, model := self.workers[index].models[name], model.weights)
+            index: (member, model := self.workers[index].models[name], model.refused)
             for index, member in self.outlets[name]._given[version].items()
         }
         self.kept.append((name, version, stage, given, self.loop.time()))
@@ -533,7 +518,7 @@ class World:
         else:
             await self.finish(*self.kept.pop())
 
-    async def wait_async(self) -> None:
+    async def wait_async(self, _: str) -> None:
         """Wait for what was sent and not waited for."""
         while self.kept:
             await self.finish(*self.kept.pop(0))
@@ -542,8 +527,8 @@ class World:
         """Wait for an update; what that says of a worker is true."""
         causes = await self.wait(name, version, stage)
         self.say("send", model=name, version=version, until=stage, causes=sorted(causes))
-        for index, (member, model, weights) in given.items():
-            if self.outlets[name]._given[version][index] is not member or model.weights is not weights:
+        for index, (member, model, refused) in given.items():
+            if self.outlets[name]._given[version][index] is not member or model.refused is not refused:
                 continue  # it has connected again
             who, has = f"send {name} {version}: worker {index}", model.version
             if index not in causes:
@@ -552,12 +537,12 @@ class World:
                     model.promised = max(model.promised, version)
             elif causes[index].kind == "failed":
                 assert version not in model.had(began), f"{who} is said to have refused it, and had it"
-                assert any(refused >= version for refused in weights.refused), f"{who}: {causes[index]}"
-                weights.refused.add(version)  # also one that a refused one had replaced
+                assert max(refused, default=0) >= version, f"{who}: {causes[index]}"
+                refused.add(version)  # also one that a refused one had replaced
 
     async def verify(self, name: str) -> None:
         """Ask all workers whether they have a version; the answer is true of some moment of the call."""
-        outlet, version = self.outlets[name], max(1, self.versions[name] - self.random.choice([0, 0, 1]))
+        outlet, version = self.outlets[name], max(0, self.versions[name] - self.random.choice([0, 0, 1]))
         models = {index: self.workers[index].models[name] for index in outlet.workers}
         timeout, began = self.random.choice([0.1, TIMEOUT]), self.loop.time()
         asked = outlet.verify(dict.fromkeys(models, self.digests[name, version]), deadline_in(timeout))
@@ -584,11 +569,11 @@ class World:
             await outlet._meet([index], {}, deadline_in(TIMEOUT))
             assert outlet._members[index].session.cause is None
         except (SyncTimeout, WorkerFailed, NotConnected) as error:
-            closed, misfit = outlet._closed, self.workers[index].models[name].misfit_at >= began
-            assert closed or misfit or self.faulty[index] > began, error
+            misfit = self.workers[index].models[name].misfit_at >= began
+            assert misfit or outlet._closed or self.faulty[index] > began, error
         assert self.loop.time() <= began + TIMEOUT + 1e-6
 
-    async def transaction(self) -> None:
+    async def transaction(self, _: str) -> None:
         """Both models in all workers, or none: as ``wsync.transaction`` does it."""
         updates = {name: self.new_update(name, undecided=True) for name in MODELS}
         parts = {name: update.version for name, update in updates.items()}
@@ -634,19 +619,9 @@ class World:
         for _ in range(self.random.randint(3, 16)):
             await asyncio.sleep(self.random.choice([0, 0, 0.01, 1]))
             name = self.random.choice(MODELS)
-            if not all([await self.define(one) for one in MODELS]):
-                continue
-            match self.random.choices(["transaction", "send", "wait_async", "verify", "readmit"], [8, 8, 2, 4, 2])[0]:
-                case "transaction" if not self.on_request:
-                    await self.transaction()
-                case "wait_async":
-                    await self.wait_async()
-                case "verify" if self.versions[name]:
-                    await self.verify(name)
-                case "readmit":
-                    await self.readmit(name)
-                case _:
-                    await self.send(name)
+            if all([await self.define(one) for one in MODELS]):
+                calls = [self.send, self.wait_async, self.verify, self.readmit, self.transaction]
+                await self.random.choices(calls, [8, 2, 4, 2, 0 if self.on_request else 8])[0](name)
         if self.random.random() < 0.2:
             return await self.close(self.random.choice(MODELS), faults)
         faults.cancel()
@@ -654,7 +629,8 @@ class World:
 
     async def close(self, name: str, faults: asyncio.Task[None]) -> None:
         """The trainer shuts down while another thread's call waits: all ends, at both ends."""
-        call = self.random.choice([self.send, self.verify, self.readmit] if self.versions[name] else [self.define])
+        defined = self.outlets[name]._layout is not None
+        call = self.random.choice([self.send, self.verify, self.readmit] if defined else [self.define])
         waiting = asyncio.ensure_future(call(name))
         await asyncio.sleep(self.random.choice([0, self.latency, 1]))
         for outlet in self.outlets.values():
@@ -680,7 +656,7 @@ class World:
             worker.running.set()
             if not worker.alive:
                 self.workers[index] = Process(self, index, MODELS)
-            elif any(model.weights.refused for model in worker.models.values()):  # its user has mended the model
+            elif any(model.refused for model in worker.models.values()):  # its user has mended the model
                 for stream in worker.streams:
                     stream.close()
         latest = self.loop.time() + 4 * KEEPALIVE + 2 * TIMEOUT
