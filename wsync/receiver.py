@@ -135,12 +135,11 @@ class Receiver:
             self.install(update)
             return bool(self._broken)  # then this hook is called again, and raises if the forward uses this model
         chosen = choose(self._siblings())
-        if len(chosen) > 1:  # if one of them refuses, the others may not be installed without it
-            for receiver, one in chosen.items():
-                one.damage = one.damage or error_of(receiver.check, one)
-        refused = {receiver: one for receiver, one in chosen.items() if one.damage}
-        for receiver, one in (refused or chosen).items():
-            receiver.install(one)
+        for receiver, one in chosen.items() if len(chosen) > 1 else ():
+            one.damage = one.damage or error_of(receiver.check, one)
+        for receiver, one in sorted(chosen.items(), key=lambda pair: not pair[1].damage):
+            if receiver.install(one):  # then the others may not be installed without it
+                break
         return len(chosen) > 1
 
     def _is_too_old(self) -> bool:
@@ -159,8 +158,8 @@ class Receiver:
             raise SyncTimeout(f"version {newest} did not come within {self._timeout} s: {behind}") from None
         return True
 
-    def install(self, update: Update) -> None:
-        """Install an update and answer; if that fails, the model is as it was, or forwards are refused."""
+    def install(self, update: Update) -> str:
+        """Install an update, answer, and return why that failed: the model is as it was, or forwards are refused."""
         started = time.perf_counter()
         wait = max(0.0, started - self.announced_at) if self.announced_at else 0.0
         error = update.damage or error_of(self._apply, update)
@@ -176,6 +175,7 @@ class Receiver:
         self._answer()
         if self._waiters:
             self._notify()
+        return error
 
     def _answer(self) -> None:
         """Answer what was installed last; called again when the gate is left, if a signal has ended the first call."""

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from contextvars import ContextVar, copy_context
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +43,7 @@ from wsync.inbox import WorkerConnection
 from wsync.receiver import Receiver
 from wsync.update import Cause, Stage, Update
 from wsync.weights.layout import Layout, packed
-from wsync.weights.targets import Target
+from wsync.weights.targets import Target, load_extra
 from wsync.weights.tensors import digest_of
 from wsync.workers import Workers
 
@@ -161,14 +162,9 @@ class Stream:
 
 NUMBERS = itertools.count()  # of the simulated processes: all are in one, and have one list of receivers
 GATE: ContextVar[Gate] = ContextVar("GATE")  # of the simulated process
-CONTROL: Any = SimpleNamespace(
-    inherited=False,
-    acquire=lambda: CONTROL,
-    release=lambda: None,
-    post=lambda function, *args, **more: asyncio.get_running_loop().call_soon(lambda: function(*args, **more)),
-    call=lambda coroutine, deadline=None: asyncio.ensure_future(coroutine),  # there is no thread that could wait
-)
-"""In place of each process's ``ControlLoop``."""
+CONTROL: Any = SimpleNamespace(inherited=False, acquire=lambda: CONTROL, release=lambda: None)  # as ``ControlLoop``
+CONTROL.post = lambda function, *args, **more: asyncio.get_running_loop().call_soon(partial(function, *args, **more))
+CONTROL.call = lambda coroutine, deadline=None: asyncio.ensure_future(coroutine)  # there is no thread that could wait
 
 
 def make_outlet(*, on_request: bool) -> Workers:
@@ -203,7 +199,7 @@ def check_end(link: Link) -> None:
 class Model(Target):
     """One model in one worker: its receiver, and what takes the weights. It refuses some, and takes what it accepts."""
 
-    module = None
+    module, extra_of = None, staticmethod(load_extra)
 
     def __init__(self, worker: Process, name: str) -> None:
         self.worker, self.name, self.world, self.outlet = worker, name, worker.world, worker.world.outlets[name]
@@ -228,24 +224,18 @@ class Model(Target):
         return {v for at, v in self.history if at >= since} | {max(v for at, v in self.history if at <= since)}
 
     def target(self, layout: Layout, *, bind: bool) -> Target:
-        if self.refuses():
+        if self.world.random.random() < self.world.refused:
             self.world.say("misfit", worker=self.worker.index, model=self.name)
             self.misfit_at = self.world.loop.time()
             raise LayoutMismatch("the model does not fit")
         self.fits, self.accepted, self.refused = True, set(), set()
         return self
 
-    def refuses(self) -> bool:
-        return self.world.random.random() < self.world.refused
-
-    def extra_of(self, blob: bytes) -> dict[str, Any]:
-        return {}
-
     def check_only(self, views: Sequence[Tensor], extra: Any = None) -> None:
         version = self.world.known[self.name, views[0].numpy().tobytes()]
         if version in self.refused:
             self.world.fail(None, {"message": f"{self.name} {version} is tried again after it was refused"})
-        if version not in self.accepted and self.refuses():
+        if version not in self.accepted and self.world.random.random() < self.world.refused:
             self.world.say("refuse", worker=self.worker.index, model=self.name, version=version)
             self.refused.add(version)
             self.worker.refused_at = self.world.loop.time()
@@ -274,12 +264,8 @@ class Process:
         self.index, self.gate, self.context = index, Gate(), copy_context()
         self.context.run(GATE.set, self.gate)
         self.models = {name: Model(self, name) for name in models}
-        if models:
-            self.start(self.act())
-            self.start(self.fetch())
-            self.start(self.fetch())
-        for name in models:
-            self.start(self.stay_connected(name))
+        for task in (self.act(), self.fetch(), self.fetch(), *map(self.stay_connected, models)) if models else ():
+            self.start(task)
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self.note(self.world.loop.create_task(coroutine, context=self.context))
@@ -333,9 +319,9 @@ class Process:
             except LayoutMismatch:
                 here.close()
                 await asyncio.sleep(1)
-                named = self.index in model.outlet._rejected or model.outlet._closed
-                excused = named or self.world.faulty[self.index] >= model.misfit_at - 1
-                assert excused, f"worker {self.index} was not rejected, although {name} does not fit"
+                excused = max(self.world.faulty[self.index] + 1, self.world.met) >= model.misfit_at
+                named = self.index in model.outlet._rejected or model.outlet._closed or excused
+                assert named, f"worker {self.index} was not rejected, although {name} does not fit"
             except ConnectionError:
                 here.close()
             check_end(link)
@@ -391,6 +377,7 @@ class World:
         self.committed, self.aborted = list[dict[str, int]](), list[dict[str, int]]()
         self.known = {(name, bytes(SIZE)): 0 for name in MODELS}  # the version of these bytes
         self.digests = {(name, 0): {"weight": digest_of(torch.zeros(SIZE, dtype=torch.uint8))} for name in MODELS}
+        self.met = 0.0  # when the last call of ``readmit`` began
         self.kept = list[Any]()  # what was sent and not waited for
         self.on_request = self.random.random() < 0.2  # whether workers fetch
         self.versions = dict.fromkeys(MODELS, 0)
@@ -549,29 +536,25 @@ class World:
         causes = await self.in_time(name, asked, timeout)
         self.say("verify", model=name, version=version, causes=sorted(causes))
         for index, model in models.items():
-            who, had = f"verify {name} {version}: worker {index}", model.had(began)
-            match causes[index].kind if index in causes else "":
-                case "":
-                    assert version in had, f"{who} had {had} meanwhile"
-                case "failed":
-                    assert had != {version}, f"{who} had it: {causes[index]}"
-                case "late":
-                    assert index in outlet.workers, f"{who} has ended, and is not named at once"
+            kind, had = causes[index].kind if index in causes else "", model.had(began)
+            right = {"": version in had, "failed": had != {version}, "late": index in outlet.workers}.get(kind, True)
+            assert right, f"verify {name} {version}: worker {index} had {had}, and said {causes.get(index)}"
 
     async def readmit(self, name: str) -> None:
         """Wait until a worker is connected, perhaps another one: as ``Workers.readmit`` does it."""
         outlet, index, began = self.outlets[name], self.random.choice(INDICES), self.loop.time()
         member = outlet._members.get(index)
-        self.fault("readmit", self.workers[index], KEEPALIVE if member is not None and not member.fresh else 0)
+        self.met = began
         if member is not None and not member.fresh:
+            self.fault("replace", self.workers[index], KEEPALIVE)
             await outlet._end(member, "it was disconnected")
         try:
             await outlet._meet([index], {}, deadline_in(TIMEOUT))
-            assert outlet._members[index].session.cause is None
         except (SyncTimeout, WorkerFailed, NotConnected) as error:
             misfit = self.workers[index].models[name].misfit_at >= began
             assert misfit or outlet._closed or self.faulty[index] > began, error
         assert self.loop.time() <= began + TIMEOUT + 1e-6
+        self.say("readmit", worker=index, model=name)
 
     async def transaction(self, _: str) -> None:
         """Both models in all workers, or none: as ``wsync.transaction`` does it."""
