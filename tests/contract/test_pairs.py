@@ -3,11 +3,15 @@
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from multiprocessing import ProcessError
+from pathlib import Path
+from typing import Any
 
 import pytest
 from asgi_server import serve
-from backends import BuiltIn, DistributedInline
+from backends import BuiltIn, DistributedInline, SharedMemory
 from test_fail_stop import interrupted_after
 from torch import nn
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
@@ -16,7 +20,7 @@ from workers_here import model_of
 import wsync
 from wsync.testing import WorkerPool, commands
 from wsync.testing.commands import WorkerState
-from wsync.testing.models import Small, WithExtraState, make_large
+from wsync.testing.models import Small, WithExtraState, fill, make_large
 
 
 def forward_until(state: WorkerState, version: int) -> None:
@@ -109,3 +113,54 @@ def test_an_engine_that_was_disconnected_is_not_missed() -> None:
         scheme.connect()
         scheme.disconnect(0)
         assert [*scheme.send(model_of(2)).workers] == [1]
+
+
+def test_a_fetch_by_a_connection_that_has_ended_says_so(pool: WorkerPool) -> None:
+    DistributedInline.pool = pool
+    with DistributedInline().connected(1, initiator="receiver") as session:
+        session.send(2)
+        session.scheme.disconnect(0)
+        with pytest.raises(ProcessError, match="NotConnected"):
+            session.workers[0].call(commands.pull)
+
+
+class TellsItsCheck(WithExtraState):
+    """Its state is a file, which it makes with the worker's index when it is given it."""
+
+    def set_extra_state(self, state: Any) -> None:
+        super().set_extra_state(state)
+        if str(state).startswith("/"):
+            Path(f"{state}{self.worker_idx}").touch()
+
+
+def enter_gate(state: WorkerState) -> None:
+    state.kept["gate"] = wsync.gate()
+    state.kept["gate"].__enter__()
+
+
+def leave_gate(state: WorkerState) -> None:
+    state.kept.pop("gate").__exit__(None, None, None)
+
+
+def test_a_part_waits_where_the_other_one_was_replaced_and_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    SharedMemory.pool, options = pool, {"make": TellsItsCheck, "timeout": 5.0}
+    with (
+        SharedMemory().connected(2, **options) as actor,
+        SharedMemory().join(actor.workers, model_id="critic", **options) as critic,
+    ):
+        actor.model.state, critic.model.state = str(tmp_path / "actor"), str(tmp_path / "critic")
+        worker, other = [*actor.workers]
+        other.call(enter_gate)
+        updates = {one.scheme: fill(one.model, 2) for one in (actor, critic)}
+        with ThreadPoolExecutor() as trainer:
+            committed = trainer.submit(wsync.synchronize, updates)
+            while len([*tmp_path.glob("*0")]) < 2:  # the worker has checked both
+                time.sleep(0.01)
+            worker.call(enter_gate)
+            other.call(leave_gate)
+            with pytest.raises(wsync.SyncTimeout, match="committed"):
+                committed.result()
+        actor.model.state = "refuse 0"
+        actor.post(3)
+        worker.call(leave_gate)
+        assert worker.call(commands.output) == worker.call(commands.output, "critic")
