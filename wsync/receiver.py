@@ -122,7 +122,7 @@ class Receiver:
 
     def ready_version(self) -> int:
         """Return the version that a forward that starts now would use."""
-        chosen = choose(self._siblings()).get(self)
+        chosen = choose(self._siblings()).get(self) if self in process_gate().hooks else None
         return self.version if chosen is None else chosen.version
 
     def _siblings(self) -> list[Receiver]:

@@ -419,8 +419,8 @@ class SessionInbox(Inbox):
             self._report_soon()
 
     def refuse(self, update: Update, error: str, *, last: bool = True) -> None:
-        """Tell the sender why an update is not installed; ``last`` as in ``Refused``."""
-        self._answers.append(Refused(update.version, as_text(error), last))
+        """Tell the sender why an update is not installed, after what is; ``last`` as in ``Refused``."""
+        self._answers += [State(*self._state(), *self._times), Refused(update.version, as_text(error), last)]
         self._report_soon()
 
     def _verify(self, question: wire.Verify) -> None:

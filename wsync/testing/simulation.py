@@ -37,7 +37,7 @@ from wsync.control.auth import Hello
 from wsync.control.session import Medium, SessionInbox
 from wsync.control.wire import Link
 from wsync.deadlines import deadline_in
-from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WorkerFailed
+from wsync.errors import LayoutMismatch, NotConnected, SyncTimeout, WorkerFailed, error_of, last_line
 from wsync.gate import Gate, process_gate
 from wsync.inbox import WorkerConnection
 from wsync.receiver import Receiver
@@ -264,8 +264,11 @@ class Process:
         self.index, self.gate, self.context = index, Gate(), copy_context()
         self.context.run(GATE.set, self.gate)
         self.models = {name: Model(self, name) for name in models}
-        for task in (self.act(), self.fetch(), self.fetch(), *map(self.stay_connected, models)) if models else ():
-            self.start(task)
+        for name in models:
+            for task in (self.stay_connected(name), self.fetch(name), self.fetch(name)):
+                self.start(task)
+        if models:
+            self.start(self.act())
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self.note(self.world.loop.create_task(coroutine, context=self.context))
@@ -338,11 +341,11 @@ class Process:
                 await self.step(world.random.choice([0.0001, 0.01, 0.3]))
                 assert self.versions == before, f"worker {self.index}: an update was installed during a forward"
 
-    async def fetch(self) -> None:
+    async def fetch(self, name: str) -> None:
         """Fetch now and then, as ``Receiver.pull`` does it."""
+        model = self.models[name]
         while self.world.on_request:
             await self.step(1)
-            model = self.models[self.world.random.choice(MODELS)]
             inbox, newest = model.receiver.inbox, model.outlet._newest[self.index]
             if newest is not None and isinstance(inbox, SessionInbox):
                 self.note(request := self.world.loop.create_task(inbox.request()))
@@ -604,7 +607,7 @@ class World:
             name = self.random.choice(MODELS)
             if all([await self.define(one) for one in MODELS]):
                 calls = [self.send, self.wait_async, self.verify, self.readmit, self.transaction]
-                await self.random.choices(calls, [8, 2, 4, 2, 0 if self.on_request else 8])[0](name)
+                await self.random.choices(calls, [8, 4, 4, 2, 0 if self.on_request else 8])[0](name)
         if self.random.random() < 0.2:
             return await self.close(self.random.choice(MODELS), faults)
         faults.cancel()
@@ -662,6 +665,7 @@ class World:
         """Run the history; raise what does not hold."""
         deadlines.time = SimpleNamespace(monotonic=self.loop.time)  # pyright: ignore[reportAttributeAccessIssue]
         session.process_gate = receiver.process_gate = GATE.get
+        receiver.error_of = lambda *called: last_line(error_of(*called))  # a traceback has this machine's paths
         try:
             with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
                 runner.run(self.history())
@@ -669,7 +673,7 @@ class World:
             raise self.failures[0] from None
         finally:
             deadlines.time = time
-            session.process_gate = receiver.process_gate = process_gate
+            session.process_gate, receiver.process_gate, receiver.error_of = process_gate, process_gate, error_of
             receiver._receivers.clear()
 
     def fail(self, _: object, context: dict[str, Any]) -> None:
