@@ -173,18 +173,14 @@ def make_outlet(*, on_request: bool) -> Workers:
     return Workers(listener, len(INDICES), lambda index: Medium(), arena=False, on_request=on_request, loop=CONTROL)
 
 
-async def give(result: Any = None) -> Any:
-    """Return it."""
-    return result
-
-
 async def welcome(outlet: Workers, index: int, there: Any) -> None:
     """Have the outlet accept a worker, by the trainer's end of its connection."""
     if outlet._closed:
         return there.close()
     link = Link(there, "trainer", KEYS)
     contact: Any = SimpleNamespace(hello=Hello("weights", "policy", index), pid=0, where="")
-    contact.accept, contact.link, contact.refuse = give, lambda: give(link), lambda why: give(there.close())
+    contact.accept, contact.link = lambda: asyncio.sleep(0), lambda: asyncio.sleep(0, link)
+    contact.refuse = lambda why: asyncio.sleep(0, there.close())
     with suppress(ConnectionError):
         await outlet._welcome(contact)
     check_end(link)
@@ -204,7 +200,6 @@ class Model(Target):
     def __init__(self, worker: Process, name: str) -> None:
         self.worker, self.name, self.world, self.outlet = worker, name, worker.world, worker.world.outlets[name]
         self.model = {"weight": torch.zeros(SIZE, dtype=torch.uint8)}
-        self.memory = self.model["weight"].numpy().data
         self.seen = self.promised = 0
         self.history = [(0.0, 0)]  # when which version was installed
         self.accepted, self.refused = set[int](), set[int]()  # over the present connection
@@ -217,7 +212,7 @@ class Model(Target):
     @property
     def version(self) -> int:
         """That of the bytes which the model has."""
-        return self.world.known[self.name, bytes(self.memory)]
+        return self.world.known[self.name, self.model["weight"].numpy().tobytes()]
 
     def had(self, since: float) -> set[int]:
         """Return the versions that it had since then."""
@@ -251,10 +246,7 @@ class Model(Target):
 
 
 class Process:
-    """Tasks that are killed together, and may be stopped for a while.
-
-    A worker has an index and models, and its loop acts all the time; the trainer has none.
-    """
+    """Tasks that are killed together, and may be stopped. A worker has an index and models; the trainer has none."""
 
     def __init__(self, world: World, index: int = 0, models: Sequence[str] = ()) -> None:
         self.world, self.tasks, self.streams, self.alive = world, list[asyncio.Task[Any]](), list[Stream](), True
@@ -288,11 +280,6 @@ class Process:
             task.cancel()
         for stream in self.streams:
             stream.close()
-
-    def lacks(self, update: Update) -> bool:
-        """Return whether an update requires what has not come by the present connections."""
-        has = {model.outlet.name: model.receiver.version for model in self.models.values()}
-        return any(has[sender] < version for sender, version in update.requires.items())
 
     @property
     def versions(self) -> dict[str, int]:
@@ -394,9 +381,6 @@ class World:
         if self.tracing:
             print(f"{self.loop.time():8.4f} {what}", *(f"{key}={value}" for key, value in more.items()))
 
-    def any_worker(self) -> Process:
-        return self.random.choice(list(self.workers.values()))
-
     def fault(self, what: str, worker: Process, seconds: float) -> None:
         self.say(what, worker=worker.index, seconds=seconds)
         self.faulty[worker.index] = max(self.faulty[worker.index], self.loop.time() + seconds)
@@ -404,7 +388,7 @@ class World:
     async def faults(self) -> None:
         while True:
             await asyncio.sleep(self.random.expovariate(self.rate))
-            worker = self.any_worker()
+            worker = self.workers[self.random.choice(INDICES)]
             match self.random.choice(["kill", "stop", "cut", "close", "disconnect"]):
                 case "kill":
                     self.fault("kill", worker, 2)
@@ -412,8 +396,7 @@ class World:
                     await asyncio.sleep(self.random.uniform(0, 2))
                     self.workers[worker.index] = Process(self, worker.index, MODELS)
                 case "stop":
-                    seconds = self.random.choice([0.01, 1, 2 * TIMEOUT])
-                    self.fault("stop", worker, seconds)
+                    self.fault("stop", worker, seconds := self.random.choice([0.01, 1, 2 * TIMEOUT]))
                     worker.running.clear()
                     await asyncio.sleep(seconds)
                     worker.running.set()
@@ -439,18 +422,16 @@ class World:
             assert versions.items().isdisjoint(parts.items()), f"{who} {versions} has an aborted part"
 
     async def in_time(self, name: str, call: Any, timeout: float = TIMEOUT) -> dict[int, Cause]:
-        """Return what a call of an outlet has found out about workers: in time, and at once if none is silent.
-
-        Silent are those that have had a fault, or that have refused what the newest update requires.
-        """
+        """Return what a call says of workers. It ends in time; at once if none has a fault or lacks what is needed."""
         began, causes = self.loop.time(), await call
         took = self.loop.time() - began
         late = [index for index, cause in causes.items() if cause.kind == "late"]
         assert took < timeout or (late and took <= timeout + 1e-6), f"a call took {took} s"
         for index in late if timeout == TIMEOUT and not self.on_request else ():
-            worker, newest = self.workers[index], self.outlets[name]._newest[index]
-            excused = self.faulty[index] > began - 1 or (newest is not None and worker.lacks(newest))
-            assert excused, f"worker {index} had no fault, and has not answered"
+            has = {model.outlet.name: model.receiver.version for model in self.workers[index].models.values()}
+            newest = self.outlets[name]._newest[index]
+            lacks = newest is not None and any(has[sender] < one for sender, one in newest.requires.items())
+            assert lacks or self.faulty[index] > began - 1, f"worker {index} had no fault, and has not answered"
         return causes
 
     # --- the trainer ---
@@ -566,7 +547,7 @@ class World:
         requires = {self.outlets[name].name: version for name, version in parts.items()}
         if self.random.random() < 0.3:  # a connection ends about when a decision is on its way
             delay = self.latency * self.random.uniform(0, 8)
-            self.loop.call_later(delay, lambda: self.any_worker().break_connection("close"))
+            self.loop.call_later(delay, lambda: self.workers[self.random.choice(INDICES)].break_connection("close"))
         for name, update in updates.items():
             update.requires = self.requires[name] | requires
             self.outlets[name].prepare(update, INDICES)
@@ -615,8 +596,8 @@ class World:
 
     async def close(self, name: str, faults: asyncio.Task[None]) -> None:
         """The trainer shuts down while another thread's call waits: all ends, at both ends."""
-        defined = self.outlets[name]._layout is not None
-        call = self.random.choice([self.send, self.verify, self.readmit] if defined else [self.define])
+        calls = [self.define] if self.outlets[name]._layout is None else [self.send, self.verify, self.readmit]
+        call = self.random.choice(calls)
         waiting = asyncio.ensure_future(call(name))
         await asyncio.sleep(self.random.choice([0, self.latency, 1]))
         for outlet in self.outlets.values():
