@@ -233,7 +233,8 @@ class Receiver:
 
     def check(self, update: Update) -> None:
         """Raise what installing an update would raise. Called inside the gate."""
-        assert self._target is not None, "an update before its layout"
+        self.set_layout(update.buffer.layout)  # the first one, or another one, in a store
+        assert self._target is not None
         self._target.check_only(update.views, self.destination.extra_of(update.extra))
 
     def verify(self, digests: dict[str, int]) -> None:
