@@ -233,9 +233,7 @@ class Model(Target):
         if version not in self.accepted and self.world.random.random() < self.world.refused:
             self.world.say("refuse", worker=self.worker.index, model=self.name, version=version)
             self.refused.add(version)
-            self.worker.refused_at = self.world.loop.time()
-            for model in self.worker.models.values():  # what is ready may be refused, or lack what it requires
-                model.promised = 0
+            self.worker.withdraw()
             raise LayoutMismatch("refused")
         self.accepted.add(version)
 
@@ -252,7 +250,7 @@ class Process:
         self.world, self.tasks, self.streams, self.alive = world, list[asyncio.Task[Any]](), list[Stream](), True
         self.running = asyncio.Event()
         self.running.set()
-        self.refused_at, self.number = 0.0, next(NUMBERS)
+        self.withdrawn_at, self.number = 0.0, next(NUMBERS)
         self.index, self.gate, self.context = index, Gate(), copy_context()
         self.context.run(GATE.set, self.gate)
         self.models = {name: Model(self, name) for name in models}
@@ -268,6 +266,12 @@ class Process:
     def note(self, task: asyncio.Task[Any]) -> None:
         task.add_done_callback(self.world.task_ended)
         self.tasks.append(task)
+
+    def withdraw(self) -> None:
+        """What was ready may lack what it requires of another model from now on; or it is refused."""
+        self.withdrawn_at = self.world.loop.time()
+        for model in self.models.values():
+            model.promised = 0
 
     async def step(self, seconds: float = 0.001) -> None:
         """Between any two steps others may run, and this process may be stopped."""
@@ -302,6 +306,7 @@ class Process:
             try:
                 settings: Any = await link.receive()
                 await model.connection._begin(CONTROL, link, settings, contact)  # type: ignore[arg-type]
+                self.withdraw()
                 running: Any = model.connection._running
                 self.note(running)
                 await self.inside(model, self.gate.attach, receiver)
@@ -504,7 +509,7 @@ class World:
             who, has = f"send {name} {version}: worker {index}", model.version
             if index not in causes:
                 assert stage == "ready" or has >= version, f"{who} has {has}"
-                if stage == "installed" or model.worker.refused_at < began:
+                if stage == "installed" or model.worker.withdrawn_at < began:
                     model.promised = max(model.promised, version)
             elif causes[index].kind == "failed":
                 assert version not in model.had(began), f"{who} is said to have refused it, and had it"
@@ -535,7 +540,7 @@ class World:
         try:
             await outlet._meet([index], {}, deadline_in(TIMEOUT))
         except (SyncTimeout, WorkerFailed, NotConnected) as error:
-            misfit = self.workers[index].models[name].misfit_at >= began
+            misfit = self.workers[index].models[name].misfit_at >= began - 1
             assert misfit or outlet._closed or self.faulty[index] > began, error
         assert self.loop.time() <= began + TIMEOUT + 1e-6
         self.say("readmit", worker=index, model=name)
