@@ -1,7 +1,8 @@
 """Does an engine compute what `transformers` computes? One prompt's log-probabilities, by both.
 
-It finds what no digest sees: a kernel that is wrong, a prefix of older weights in a cache, a merge of adapters. vLLM
-and SGLang have the route; the folder has the weights that were sent (`save_pretrained`).
+It finds what no digest sees: a kernel that is wrong, a merge of adapters; also a prefix of older weights in a cache, if
+it was run before they were replaced. vLLM and SGLang have the route; the folder has the weights that were sent
+(`save_pretrained`).
 
     python examples/probe_engine.py http://127.0.0.1:8000 MODEL_FOLDER 0.01 [NAME]
 """
@@ -15,25 +16,27 @@ from transformers import AutoModelForCausalLM
 
 
 def by_engine(url, name, prompt):
-    """Return the log-probability of each token but the first."""
-    body = {"model": name, "prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": True}
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        found = json.load(answer)["choices"][0]["logprobs"]["token_logprobs"]
-    return torch.tensor(found[1 : len(prompt)])  # the first token has none
+    """Return the log-probability of the likeliest token that follows, then of each one of the prompt but the first."""
+    found = []
+    for echo in (False, True):  # with the prompt's own tokens, vLLM reads no cache
+        body = {"model": name, "prompt": prompt, "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": echo}
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            found += json.load(answer)["choices"][0]["logprobs"]["token_logprobs"][echo : len(prompt)]
+    return torch.tensor(found)
 
 
 def by_transformers(model, prompt):
     """Return the same."""
     with torch.no_grad():
-        logits = model(torch.tensor([prompt])).logits[0, :-1].float()
-    return logits.log_softmax(-1).gather(1, torch.tensor(prompt)[1:, None])[:, 0]
+        logits = model(torch.tensor([prompt])).logits[0].float().log_softmax(-1)
+    return torch.cat([logits[-1:].amax(1), logits[:-1].gather(1, torch.tensor(prompt)[1:, None])[:, 0]])
 
 
-def probe(url, name, model, length=64):
-    """Return by how much the log-probabilities of a random prompt differ, at most."""
-    prompt = torch.randint(model.config.vocab_size, (length,)).tolist()
+def probe(url, name, model, length=257):  # all but the last token are whole blocks of a cache
+    """Return by how much the log-probabilities of a prompt differ, at most. It is the same one at each call."""
+    prompt = [7 * i % model.config.vocab_size for i in range(length)]
     return float((by_engine(url, name, prompt) - by_transformers(model, prompt)).abs().max())
 
 

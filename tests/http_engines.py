@@ -48,6 +48,10 @@ def value(state: WorkerState) -> tuple[str, list[float]]:
         return state.kept["app"].version, state.kept["loaded"]["weight"].tolist()
 
 
+def loaded(state: WorkerState) -> dict[str, Tensor]:
+    return state.kept["loaded"]
+
+
 @contextmanager
 def trainer(
     urls: Any, model: Any = None, model_id: str = "policy", **options: Any

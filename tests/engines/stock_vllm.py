@@ -22,13 +22,13 @@ VOCABULARY = 256
 HERE = Path(__file__).parent
 
 
-def make(seed: int) -> Any:
+def make(seed: int, *, tied: bool = True) -> Any:
     """Return a model with random weights, biases included. A head has 32 dimensions: vLLM dies of 16 on a CPU."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, bos_token_id=0, eos_token_id=1, pad_token_id=2,
-        tie_word_embeddings=True, initializer_range=0.08,
+        tie_word_embeddings=tied, initializer_range=0.08,
     )  # fmt: skip
     model = Qwen2ForCausalLM(config).eval()
     for name, parameter in model.named_parameters():
@@ -37,9 +37,9 @@ def make(seed: int) -> Any:
     return model
 
 
-def save(folder: Path) -> None:
+def save(folder: Path, *, tied: bool) -> None:
     """Make a folder that vLLM serves."""
-    make(0).save_pretrained(folder)
+    make(0, tied=tied).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w2"))
     PreTrainedTokenizerFast(tokenizer_object=words, bos_token="w0", eos_token="w1", pad_token="w2").save_pretrained(
         folder
@@ -73,6 +73,13 @@ class Server(NamedTuple):
         spans = found["weight_versions"] or []
         names = [span["version"] for span in spans for _ in range(span["start"], span["end"])]
         return found["token_ids"], [one["logprob"] for one in found["logprobs"]["content"]], names
+
+    def reload(self, model: Any, folder: Path, pause: str) -> None:
+        """Do what one does without wsync: vLLM's own reload of a checkpoint that is written whole."""
+        model.save_pretrained(folder)
+        self.post(f"/pause?mode={pause}")
+        self.post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
+        self.post("/resume")
 
     def serves(self, model: Any, prompt: Sequence[int]) -> bool:
         """Whether greedy outputs are those of ``transformers``."""
@@ -118,9 +125,9 @@ def trainer(server: Server, model: Any, **options: Any) -> Iterator[wsync.HTTPWe
 
 
 @contextmanager
-def serving(folder: Path, options: str) -> Iterator[Server]:
-    save(folder)
-    with socket.create_server(("127.0.0.1", 0)) as free:
+def serving(folder: Path, options: str, port: int = 0, *, tied: bool = True) -> Iterator[Server]:
+    save(folder, tied=tied)
+    with socket.create_server(("127.0.0.1", port)) as free:
         port = free.getsockname()[1]
     command = f"""{sys.executable} -m vllm.entrypoints.openai.api_server --model {folder} --served-model-name tiny
         --host 127.0.0.1 --port {port} --dtype float32 --enforce-eager --max-model-len 512 --max-num-seqs 8

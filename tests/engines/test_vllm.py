@@ -1,5 +1,6 @@
 """From a trainer into an unmodified vLLM: each token is of one version, and what fails is named."""
 
+import itertools
 import os
 import random
 import re
@@ -8,15 +9,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from asgi_server import serve
-from stock_vllm import VOCABULARY, Server, log_probabilities, make, trainer
+from full_disk import no_file_beyond
+from stock_vllm import VOCABULARY, Server, log_probabilities, make, serving, trainer
 
 import wsync
 from examples.probe_engine import probe
@@ -40,7 +40,7 @@ def test_each_token_of_a_busy_engine_is_of_one_version(
     server: Server, transfer: str, pause: Any, tmp_path: Path
 ) -> None:
     """Three clients generate, while 20 versions are sent. ``transformers`` knows the log-probabilities of each one."""
-    versions, answers, stop, sent = {1: make(1)}, list[Any](), threading.Event(), 1
+    versions, answers, stop, sent, finished = {1: make(1)}, list[Any](), threading.Event(), 1, threading.Semaphore(0)
 
     def generate(seed: int) -> None:
         chance = random.Random(seed)
@@ -48,17 +48,21 @@ def test_each_token_of_a_busy_engine_is_of_one_version(
             prompt = [chance.randrange(3, VOCABULARY) for _ in range(chance.randrange(4, 40))]
             began = sent
             answers.append((began, prompt, *server.complete(prompt, 60, temperature=1.0, seed=chance.randrange(9999))))
+            finished.release()
 
     clients = [threading.Thread(target=generate, args=(seed,)) for seed in range(3)]
     with trainer(server, versions[1], pause=pause, **by(transfer, tmp_path)) as scheme:
         server.complete(PROMPT, 2, temperature=1.0)  # vLLM compiles something then
         for client in clients:
             client.start()
-        seconds = list[float]()
+        seconds, by_hand = list[float](), list[float]()
         try:
             for version in range(2, 22):
                 versions[version] = make(version)
-                time.sleep(0.2)
+                assert all(finished.acquire(timeout=120) for _ in range(2))  # of answers, also where an engine is slow
+                began = time.perf_counter()
+                server.reload(versions[sent], tmp_path / "whole", pause or "keep")  # what it has: for its time
+                by_hand.append(time.perf_counter() - began)
                 began = time.perf_counter()
                 report = scheme.send(versions[version])
                 seconds.append(time.perf_counter() - began)
@@ -82,25 +86,35 @@ def test_each_token_of_a_busy_engine_is_of_one_version(
             off = (log_probabilities(versions[int(name)], prompt, tokens) - torch.tensor(found)).abs()[of].max()
             assert int(name) >= began and off < 2e-3, f"tokens of version {name} are off by {off}"
         count, spanning = count + len(tokens), spanning + (len({*names}) > 1)
-    middle = sorted(seconds)[10]
-    took = f"{middle:.3f} s ({max(seconds):.3f})"
+    took = "; by hand ".join(f"{sorted(each)[10]:.3f} s ({max(each):.3f})" for each in (seconds, by_hand))
     print(f"{transfer}, pause={pause}: {count} tokens, {spanning} answers of several versions, {took}")
-    assert count > 1000 and bool(spanning) == (pause is None)
+    assert count > 500 and bool(spanning) == (pause is None)
+
+
+def test_an_engine_in_bfloat16(tmp_path: Path) -> None:
+    """Of weights in float32, which vLLM casts, or the trainer; and with embeddings that are not tied."""
+    (tmp_path / "model").mkdir()
+    cases = itertools.product(("wsync", "disk"), (None, wsync.transforms.Cast(torch.bfloat16)))
+    with serving(tmp_path / "model", "--dtype bfloat16", tied=False) as server:
+        for number, (transfer, cast) in enumerate(cases, start=1):
+            old, new = make(number, tied=False), make(number + 10, tied=False)
+            with trainer(server, old, send_transform=cast, **by(transfer, tmp_path)) as scheme:
+                scheme.send(new)
+                if transfer == "wsync":
+                    scheme.verify(new)
+            right, wrong = (probe(server.url, "tiny", model.bfloat16()) for model in (new, old))
+            print(f"{transfer}, {cast}: off by {right:.3f}, of older weights {wrong:.1f}")
+            assert right < 0.1 < wrong
 
 
 def test_a_stale_prefix_is_not_used(server: Server) -> None:
-    """Unless ``clear_cache=False``, which shows that the test would notice."""
-    prompt = [3 + i * 7 % 250 for i in range(400)]  # more than a block of the cache
-    old, new, newer = make(31), make(32), make(33)
-    with trainer(server, old, clear_cache=False) as scheme:
-        server.complete(prompt, 1)
-        scheme.send(new)
-        tokens, found, _ = server.complete(prompt, 4, temperature=0)
-        assert (log_probabilities(new, prompt, tokens) - torch.tensor(found)).abs().max() > 0.05
-    with trainer(server, new) as scheme:
-        server.complete(prompt, 1)
-        scheme.send(newer)
-        assert server.serves(newer, prompt)
+    """Unless ``clear_cache=False``, which the probe then finds."""
+    for old, new, options in ((make(31), make(32), {"clear_cache": False}), (make(33), make(34), {})):
+        with trainer(server, old, **options) as scheme:
+            probe(server.url, "tiny", old)
+            scheme.send(new)
+            off = probe(server.url, "tiny", new)
+            assert off > 0.02 if options else off < 2e-3, off
 
 
 def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve(server: Server) -> None:
@@ -149,7 +163,7 @@ def test_a_folder_that_the_engine_does_not_see_leaves_the_old_version(one_rank: 
         assert not one_rank.paused() and one_rank.serves(make(55), PROMPT)
 
 
-def test_a_damaged_file_leaves_the_engine_paused_until_a_version_is_whole(one_rank: Server, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_old_version_and_a_damaged_file_a_pause(one_rank: Server, tmp_path: Path) -> None:
     def cut(folders: VersionFolders, engine: object, update: Any) -> Path:
         folder = usual(folders, engine, update)
         file = folder / "model.safetensors"
@@ -158,6 +172,9 @@ def test_a_damaged_file_leaves_the_engine_paused_until_a_version_is_whole(one_ra
 
     usual = VersionFolders.write
     with trainer(one_rank, make(57), transfer="disk", folder=tmp_path) as scheme:
+        with no_file_beyond(1000), pytest.raises(wsync.WorkerFailed, match=r"phase write(?s:.*)cannot be written"):
+            scheme.send(make(58))
+        assert not one_rank.paused() and one_rank.serves(make(57), PROMPT)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(VersionFolders, "write", cut)
             with pytest.raises(wsync.WorkerFailed, match=r"phase update (?s:.*)stays paused"):
@@ -264,98 +281,3 @@ def test_the_next_trainer_takes_over_from_one_that_was_killed(
         assert not server.paused() and server.serves(make(73), PROMPT)
         scheme.send(make(74))
         assert server.serves(make(74), PROMPT)
-
-
-@pytest.mark.parametrize(
-    ("transfer", "phase", "number"),
-    [
-        *(("wsync", phase, 0) for phase in ("pause", "start", "update", "finish", "resume")),
-        ("wsync", "update", 1),
-        *(("disk", phase, 0) for phase in ("prepare", "update", "finish")),
-        ("disk", "update", 1),
-    ],
-)
-def test_an_engine_that_stops_is_named_and_the_next_version_repairs_it(
-    server: Server, transfer: str, phase: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    usual, asked = EngineClient.post, list[str]()
-
-    def post(client: EngineClient, now: str, *args: Any) -> Any:
-        asked.append(now)
-        if now == phase and asked.count(now) > number:
-            os.kill(server.core(), signal.SIGSTOP)
-        return usual(client, now, *args)
-
-    with trainer(server, make(91), **by(transfer, tmp_path)) as scheme, monkeypatch.context() as patch:
-        patch.setattr(EngineClient, "post", post)
-        scheme.timeout = 3.0
-        try:
-            with pytest.raises(wsync.SyncTimeout, match=rf"{server.url}: phase {phase}.*no answer before the deadline"):
-                scheme.send(make(92))
-        finally:
-            os.kill(server.core(), signal.SIGCONT)
-        patch.undo()
-        assert server.paused() or phase not in ("start", "update", "finish")
-        scheme.timeout = 300.0
-        scheme.send(make(93))
-        assert not server.paused() and server.serves(make(93), PROMPT)
-
-
-@contextmanager
-def fleet(urls: list[str]) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
-    """A trainer of these servers, and one of an engine of ``engine_app``; what that one has."""
-    loaded = dict[str, Any]()
-
-    def load(pairs: Any) -> None:
-        loaded.update({name: tensor.clone() for name, tensor in pairs})
-
-    with serve(wsync.engine_app(load=load, token=None)) as own, wsync.HTTPWeightSyncScheme(own) as other:
-        other.init_on_sender("other", model=make(81))
-        other.connect()
-        with wsync.HTTPWeightSyncScheme(urls, transfer="wsync", timeout=300.0) as scheme:
-            scheme.init_on_sender("policy", model=make(81))
-            scheme.connect()
-            yield scheme, other, loaded
-
-
-def kill_in_step(patch: pytest.MonkeyPatch, server: Server, *, loading: bool) -> None:
-    """Have the server's core killed before its ranks prepare a version, or before they load it."""
-    usual = EngineClient.update_weights
-
-    def update(client: EngineClient, info: Any) -> None:
-        if client.url == server.url and info["load"] is loading:
-            server.kill_core()
-        usual(client, info)
-
-    patch.setattr(EngineClient, "update_weights", update)
-
-
-def has(loaded: dict[str, Any], model: Any) -> bool:
-    return all(torch.equal(tensor, loaded[name]) for name, tensor in model.named_parameters())
-
-
-def test_three_engines_switch_together_or_none_does(
-    server: Server, another: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with fleet([server.url, another.url]) as (scheme, other, loaded):
-        wsync.synchronize({scheme: make(82), other: make(82)})
-        assert has(loaded, make(82)) and server.serves(make(82), PROMPT) and another.serves(make(82), PROMPT)
-        kill_in_step(monkeypatch, another, loading=False)
-        with pytest.raises(wsync.WorkerDied, match=rf"applied nowhere(?s:.*)worker 1: {another.url}"):
-            wsync.synchronize({scheme: make(83), other: make(83)})
-        assert has(loaded, make(82)) and server.serves(make(82), PROMPT) and not server.paused()
-        wsync.synchronize({scheme: make(84), other: make(84)})
-        assert has(loaded, make(84)) and server.serves(make(84), PROMPT)
-
-
-def test_an_engine_that_is_killed_after_the_decision_is_named_and_the_others_switch(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The last test: the server does not live on."""
-    with fleet([server.url]) as (scheme, other, loaded):
-        kill_in_step(monkeypatch, server, loading=True)
-        with pytest.raises(wsync.WorkerDied, match=rf"was committed(?s:.*)worker 0: {server.url}: phase update"):
-            wsync.synchronize({scheme: make(85), other: make(85)})
-        assert has(loaded, make(85))
-        with pytest.raises(wsync.NotConnected):
-            scheme.send(make(86))

@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def test_a_busy_engine_has_the_newest_adapters(server: Server, tmp_path: Path) -> None:
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "target_modules": ["q_proj", "v_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    versions, answers, stop = {1: model_with(1)}, list[Any](), threading.Event()
+    versions, answers, stop, said = {1: model_with(1)}, list[Any](), threading.Event(), SimpleQueue[int]()
     options = {
         "transfer": "lora",
         "folder": tmp_path / "run",
@@ -58,6 +59,7 @@ def test_a_busy_engine_has_the_newest_adapters(server: Server, tmp_path: Path) -
             version = newest
             name = scheme.adapter_name(version)
             answers.append((version, server.complete(PROMPT, 20, temperature=1.0, model=name)))
+            said.put(version)
 
     with wsync.HTTPWeightSyncScheme(server.url, **options) as scheme:
         scheme.init_on_sender("policy", weights=versions[1][0])
@@ -70,9 +72,11 @@ def test_a_busy_engine_has_the_newest_adapters(server: Server, tmp_path: Path) -
                 report = scheme.send(versions[version][0])
                 assert report is not None and report.bytes < 30_000
                 newest = version
+                while said.get(timeout=120) != version:  # it asks for this one, and not for one that is unloaded
+                    pass
                 loaded = [one["id"] for one in server.post("/v1/models")["data"]]
                 assert loaded == ["tiny", *map(scheme.adapter_name, range(max(1, version - 3), version + 1))]
-                assert len([*(tmp_path / "run" / "policy").iterdir()]) == min(version, 4)
+                assert len([*(tmp_path / "run" / "policy").iterdir()]) == version  # for requests that run
         finally:
             stop.set()
             client.join()
@@ -83,4 +87,4 @@ def test_a_busy_engine_has_the_newest_adapters(server: Server, tmp_path: Path) -
     for version, (tokens, found, _) in answers:
         off = (log_probabilities(versions[version][1], PROMPT, tokens) - torch.tensor(found)).abs().max()
         assert off < 2e-3, f"tokens of version {version} are off by {off}"
-    assert len({version for version, _ in answers}) > 2
+    assert {version for version, _ in answers} >= {*range(2, 9)}

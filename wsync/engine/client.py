@@ -190,7 +190,7 @@ class EngineClient:
         if status != 200:
             missing = status == 404 and self.kind == "vllm"
             hint = " (a vLLM server has this route with VLLM_SERVER_DEV_MODE=1)" if missing else ""
-            dead = status == 503 or "EngineDead" in said
+            dead = status == 503 or "EngineDead" in said or "EngineCore encountered" in said  # its name, or its text
             raise EngineError(f"{where}: answered {status}{hint}: {said}", "died" if dead else "failed", status)
         if found is None:
             raise EngineError(f"{where}: answered what is no JSON object: {said!r}", status=status)

@@ -98,10 +98,10 @@ class Engine:
         _settle(True, self._decision)
 
     async def abort(self) -> None:
-        """Have it not use that, unless this was decided; wait, for some seconds, until it goes on with the others."""
+        """Have it not use that, unless this was decided; wait, for some seconds, until it goes on, if it has voted."""
         _settle(False, self._decision)
         with suppress(TimeoutError):
-            async with asyncio.timeout(_RESUME_TIMEOUT), self._turn:
+            async with asyncio.timeout(_RESUME_TIMEOUT if self._vote and self._vote.done() else 0), self._turn:
                 pass
 
     async def _deliver(self, update: Update, deadline: float | None, outcome: Any, vote: Any, decision: Any) -> None:
@@ -221,6 +221,7 @@ class Engine:
             if error.kind != "failed":
                 raise
             refusal = error
+        self.client.deadline = deadline_in(_RESUME_TIMEOUT)  # the update's own may have passed
         with suppress(EngineError) if refusal else nullcontext():  # a refusal is what is reported
             await self._blocking(transfer.abort)
             self.client.phase = "prepare"  # nothing has begun
@@ -238,9 +239,7 @@ class Engine:
                 if error.kind != "died":  # no answer yet, or there is no such route
                     continue
                 self.client.give_up()
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(_RESUME_TIMEOUT):
-                        await asyncio.gather(call, return_exceptions=True)
+                await asyncio.wait([asyncio.gather(call, return_exceptions=True)], timeout=_RESUME_TIMEOUT)
                 said = f"{self.client.url}: phase {self.client.phase}: the engine has died: {error}"
                 raise EngineError(said, "died") from error
         return call.result()

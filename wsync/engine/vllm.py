@@ -100,9 +100,9 @@ class DataTransfer(Transfer):
         try:
             report = scheme.send(dict(self._source))
         except (wsync.WorkerDied, wsync.NotConnected) as error:
-            said = str(error).partition("\n")[0]
-            why = f"the engine has left ({said}): started again, or taken by another trainer? readmit() it"
-            raise EngineError(f"{self._client.url}: phase publish: {why}") from error
+            said = str(error).partition("\n")[0].replace("worker", "rank")
+            why = f"the engine has left ({said}): dead, started again, or taken by another trainer? readmit() it"
+            raise EngineError(f"{self._client.url}: phase publish: {why}", "died") from error
         assert report is not None, "the scheme waits"
         self._version, self._known = report.version, False
 
