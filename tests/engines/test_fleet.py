@@ -93,6 +93,7 @@ def test_one_of_three_engines(
         failed = own[0] if kind == "app" else second
         if killed:
             if kind == "app":
+                own[0].kill()  # so that the pool knows
                 failed = own.replace(0)
                 failed.call(start_engine, int(where.rsplit(":", 1)[1]))
             else:
