@@ -1,14 +1,16 @@
 """Does an engine compute what `transformers` computes? One prompt's log-probabilities, by both.
 
 It finds what no digest sees: a kernel that is wrong, a merge of adapters; also a prefix of older weights in a cache, if
-it was run before they were replaced. vLLM and SGLang have the route; the folder has the weights that were sent
-(`save_pretrained`).
+it was run before they were replaced. vLLM and SGLang have the route; vLLM needs its tokenizer for it, and
+`--max-model-len 258` or more. The folder has the weights that were sent (`save_pretrained`). Exit status: 1 if they
+differ by more than the tolerance, 2 if the engine cannot be asked.
 
     python examples/probe_engine.py http://127.0.0.1:8000 MODEL_FOLDER 0.01 [NAME]
 """
 
 import json
 import sys
+import urllib.error
 import urllib.request
 
 import torch
@@ -42,6 +44,10 @@ def probe(url, name, model, length=257):  # all but the last token are whole blo
 
 if __name__ == "__main__":
     url, folder, tolerance, *name = sys.argv[1:]
-    off = probe(url, name[0] if name else folder, AutoModelForCausalLM.from_pretrained(folder).eval())
+    try:
+        off = probe(url, name[0] if name else folder, AutoModelForCausalLM.from_pretrained(folder).eval())
+    except urllib.error.HTTPError as error:
+        print(f"{url} cannot be asked: {error.read().decode()}", file=sys.stderr)
+        sys.exit(2)
     print(f"off by {off:.2g}")
     sys.exit(off > float(tolerance))

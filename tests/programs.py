@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 FORK_SERVER: Any = multiprocessing.get_context("forkserver")
-_HINT = re.compile(r"^wsync: weights go through sockets, more slowly.*\n", re.MULTILINE)  # without the compiled extension
+_HINT = re.compile(r"^wsync: weights go through sockets, more slowly.*\n", re.MULTILINE)  # without the extension
 _SERVER_STATE = ("_forkserver_address", "_forkserver_authkey")  # the second one since Python 3.14
 
 
