@@ -61,7 +61,7 @@ def vllm_server(model):
 
 
 def generate(url, prompt):
-    """Return tokens, log-probabilities and versions, `[{"version": "2", "start": 0, "end": 8}]`, of a group of samples."""
+    """Return tokens, log-probabilities, and versions (`[{"version": "2", "start": 0, "end": 8}]`) of some samples."""
     sampling = {"n": GROUP, "max_tokens": TOKENS, "temperature": 1.0, "logprobs": 0}
     body = json.dumps({"token_ids": prompt, "sampling_params": sampling}).encode()
     request = urllib.request.Request(f"{url}/inference/v1/generate", body, {"Content-Type": "application/json"})
