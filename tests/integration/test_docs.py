@@ -57,6 +57,7 @@ def test_the_programs_are_found_and_the_page_names_the_private_attributes_of_a_s
 @pytest.mark.timeout(700)
 def test_the_backends_of_the_page_and_the_example_pass_the_contract_outside_the_repository(folder: Path) -> None:
     for name in ("socket", "queue"):
+        shutil.copy(ROOT / "examples" / "backends" / f"{name}_backend.py", folder)
         (folder / f"test_{name}s.py").write_text(CONTRACT_TEST.format(name=name, scheme=f"{name.capitalize()}Scheme"))
     shutil.copy(ROOT / "examples" / "custom_backend.py", folder / "my_backend.py")
     files = ["test_file_backend.py", "test_sockets.py", "test_queues.py", "my_backend.py"]
