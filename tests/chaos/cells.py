@@ -107,8 +107,8 @@ class Matrix:
         if others:
             parts.append("\nIndependent of the backend:\n\n" + self._table(others, [""], [""], notes))
         parts.append("\n" + "".join(f"{number}. {why}\n" for why, number in notes.items()) if notes else "")
-        parts.append("\n### The faults\n")
-        parts += [f"\n**{title(fault)}** (`{fault}`). {' '.join(self.rows[fault].split())}\n" for fault in self.rows]
+        parts.append("\n### The faults\n\n")
+        parts += [f"- **{title(fault)}** (`{fault}`). {' '.join(self.rows[fault].split())}\n" for fault in self.rows]
         head, rest = before.split(BEGIN)
         return "".join([head, BEGIN, *parts, "\n", END, rest.split(END)[1]])
 
