@@ -34,20 +34,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-SLOW = ("run_files.py",)  # the README's first program does the same with another backend
 PROGRAMS = [name for name in FILES if name.startswith("run_")]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in PROGRAMS]
-)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_runs(folder: Path, name: str) -> None:
     done = run_program(folder / name, folder=folder, PYTHONPATH=f"{ROOT}:{folder}")
     assert done.stdout != ""
 
 
 def test_the_programs_are_found_and_the_page_names_the_private_attributes_of_a_scheme() -> None:
-    assert len(PROGRAMS) == 4 and {*SLOW} <= {*PROGRAMS}
+    assert len(PROGRAMS) == 3
     (named,) = re.findall(r"(`_.*`) are taken", PAGE)
     taken = {name for name in vars(wsync.NoWeightSyncScheme()) if name.startswith("_")}
     assert set(re.findall(r"`(\w+)`", named)) == taken
