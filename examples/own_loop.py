@@ -3,9 +3,11 @@
     python examples/own_loop.py [number of updates]
 
 The library carries the weights. How episodes travel to the trainer is the program's own matter: here, a pipe of each
-worker. (A queue that workers share may stay locked for ever when one of them is killed.)
+worker. (A queue that workers share may stay locked for ever when one of them is killed.) A worker that dies is replaced;
+Ctrl-C ends the trainer and its workers in order.
 """
 
+import signal
 import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
@@ -19,6 +21,7 @@ from torch.distributions import Categorical
 import wsync
 
 WORKERS, EPISODES, DISCOUNT = 2, 16, 0.99
+CONTEXT = mp.get_context("spawn")
 
 
 def make_policy() -> nn.Sequential:
@@ -43,6 +46,7 @@ def play(env: gym.Env, policy: nn.Module, scheme: wsync.WeightSyncScheme, seed: 
 
 def work(scheme: wsync.WeightSyncScheme, index: int, episodes: Connection) -> None:
     """Play episodes until the trainer closes the pipe, or dies."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at Ctrl-C the trainer closes the pipe
     torch.set_num_threads(1)
     env, policy = gym.make("CartPole-v1"), make_policy()
     scheme.init_on_receiver("policy", model=policy, worker_idx=index)
@@ -54,11 +58,26 @@ def work(scheme: wsync.WeightSyncScheme, index: int, episodes: Connection) -> No
             seed += WORKERS
 
 
-def receive(pipes: list[Connection], count: int) -> list:
-    """Return the next ``count`` episodes; raises EOFError if a worker has died."""
+def start(scheme: wsync.WeightSyncScheme, index: int) -> tuple[mp.Process, Connection]:
+    """Start a worker, the first one or a replacement; return it, and its end of a new pipe."""
+    receiving_end, sending_end = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=work, args=(scheme, index, sending_end), daemon=True)
+    process.start()
+    sending_end.close()  # only the worker has it now: if the worker dies, the pipe ends
+    return process, receiving_end
+
+
+def receive(scheme: wsync.WeightSyncScheme, workers: list[tuple[mp.Process, Connection]], count: int) -> list:
+    """Return the next ``count`` episodes. A worker whose pipe has ended is dead: another one takes its place."""
     played: list = []
     while len(played) < count:
-        played += [pipe.recv() for pipe in wait(pipes)]
+        ready = wait([pipe for _, pipe in workers])
+        for index, (_, episodes) in enumerate(workers):
+            if episodes in ready:
+                try:
+                    played.append(episodes.recv())
+                except (EOFError, ConnectionResetError):
+                    workers[index] = start(scheme, index)  # joins by itself, with the newest weights
     return played
 
 
@@ -81,37 +100,36 @@ def loss_of(policy: nn.Module, played: list) -> Tensor:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     updates = int(sys.argv[1]) if len(sys.argv) > 1 else 40
-    context = mp.get_context("spawn")
-    pipes = [context.Pipe(duplex=False) for _ in range(WORKERS)]
     policy, scheme = make_policy(), wsync.SharedMemWeightSyncScheme(acknowledge="published")
     optimizer = torch.optim.Adam(policy.parameters(), lr=1e-2)
 
     scheme.init_on_sender("policy", model=policy, num_workers=WORKERS)
-    workers = [  # daemons end with the trainer, also if it raises an error
-        context.Process(target=work, args=(scheme, index, pipes[index][1]), daemon=True) for index in range(WORKERS)
-    ]
-    for worker, (_, sending_end) in zip(workers, pipes, strict=True):
-        worker.start()
-        sending_end.close()  # only the worker has it now: if the worker dies, the pipe ends
-    episodes = [receiving_end for receiving_end, _ in pipes]
-    scheme.connect(processes=workers)
-
-    for update in range(1, updates + 1):
-        played = receive(episodes, EPISODES)
-        optimizer.zero_grad()
-        loss_of(policy, played).backward()
-        optimizer.step()
-        report = scheme.send()  # every forward that starts from now on uses the new weights
-        if update % 10 == 0:
-            length = sum(len(rewards) for *_, rewards in played) / len(played)
-            first, last = (choose(choose(episode[0]) for episode in played) for choose in (min, max))
-            print(
-                f"update {update}: mean return {length:.0f} by versions {first} to {last}, "
-                f"sent in {report.seconds * 1e6:.0f} µs"
-            )
-
-    for pipe in episodes:
-        pipe.close()
-    for worker in workers:
-        worker.join()
-    scheme.shutdown()
+    workers = [start(scheme, index) for index in range(WORKERS)]
+    try:
+        scheme.connect(processes=[process for process, _ in workers])
+        for update in range(1, updates + 1):
+            played = receive(scheme, workers, EPISODES)
+            optimizer.zero_grad()
+            loss_of(policy, played).backward()
+            optimizer.step()
+            try:
+                report = scheme.send()  # every forward that starts from now on uses the new weights
+            except (wsync.WorkerDied, wsync.NotConnected) as error:  # the others have the update
+                print(error)  # the pipe has ended as well: ``receive`` starts another worker
+                continue
+            if update % 10 == 0:
+                length = sum(len(rewards) for *_, rewards in played) / len(played)
+                first, last = (choose(choose(episode[0]) for episode in played) for choose in (min, max))
+                print(
+                    f"update {update}: mean return {length:.0f} by versions {first} to {last}, "
+                    f"sent in {report.seconds * 1e6:.0f} µs"
+                )
+    except KeyboardInterrupt:
+        print("interrupted")
+    finally:  # also after an error: a worker may wait for room in its pipe, and would wait for ever
+        for _, episodes in workers:
+            episodes.close()
+        scheme.shutdown()
+        for process, _ in workers:
+            process.join(10)
+            process.kill()  # a stopped one does not end by itself
