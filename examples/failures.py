@@ -41,7 +41,7 @@ def replace(scheme: wsync.WeightSyncScheme, workers: list[mp.Process], index: in
     workers[index].kill()  # not terminate(), which has no effect on a stopped process
     workers[index].join()
     workers[index] = start(scheme, index)
-    # Waits until it has the newest weights. A process takes seconds to start, longer than scheme.timeout.
+    # Optional: waits until it has the newest weights. A process takes seconds to start, longer than scheme.timeout.
     scheme.readmit(index, workers[index], timeout=60)
 
 

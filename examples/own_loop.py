@@ -3,8 +3,8 @@
     python examples/own_loop.py [number of updates]
 
 The library carries the weights. How episodes travel to the trainer is the program's own matter: here, a pipe of each
-worker. (A queue that workers share may stay locked for ever when one of them is killed.) A worker that dies is replaced;
-Ctrl-C ends the trainer and its workers in order.
+worker. (A queue that workers share may stay locked for ever when one of them is killed.) A worker that is killed is
+replaced; Ctrl-C ends the trainer and its workers in order.
 """
 
 import signal
@@ -68,15 +68,21 @@ def start(scheme: wsync.WeightSyncScheme, index: int) -> tuple[mp.Process, Conne
 
 
 def receive(scheme: wsync.WeightSyncScheme, workers: list[tuple[mp.Process, Connection]], count: int) -> list:
-    """Return the next ``count`` episodes. A worker whose pipe has ended is dead: another one takes its place."""
+    """Return the next ``count`` episodes. In the place of a worker that was killed, another one is started.
+
+    RuntimeError: a worker has failed, with its own traceback; another one would fail as well.
+    """
     played: list = []
     while len(played) < count:
         ready = wait([pipe for _, pipe in workers])
-        for index, (_, episodes) in enumerate(workers):
+        for index, (process, episodes) in enumerate(workers):
             if episodes in ready:
                 try:
                     played.append(episodes.recv())
-                except (EOFError, ConnectionResetError):
+                except (EOFError, ConnectionResetError) as error:  # the worker has ended
+                    process.join()
+                    if process.exitcode > 0:
+                        raise RuntimeError(f"worker {index} has failed") from error
                     workers[index] = start(scheme, index)  # joins by itself, with the newest weights
     return played
 

@@ -275,7 +275,7 @@ def picture(rows: list[Row], path: Path) -> None:
         ax.set_xticks(sizes := sorted({one["mib"] for one in mine}), [f"{size:g}" for size in sizes])
         ax.xaxis.set_minor_formatter(NullFormatter())
         ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,g}"))
-        ax.set_title(f"{_TITLES[kind]},\nto {workers} workers; dotted: the peer", loc="left", fontsize=8.5, color=INK)
+        ax.set_title(f"{_TITLES[kind]},\nto {workers} workers; dotted: TorchRL", loc="left", fontsize=8.5, color=INK)
         ax.legend(fontsize=8, frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.45, -0.13))
     figure.savefig(path)
 
