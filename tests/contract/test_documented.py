@@ -1,4 +1,4 @@
-"""Behaviour that the reference documents name and that no other test holds: see ``docs/api.md``."""
+"""Behaviour that the reference documents name and that no other test holds: see ``tests/api_rows.md``."""
 
 import gc
 import inspect

@@ -1,4 +1,4 @@
-"""Transports, as the reference documents describe them: see ``docs/api.md``."""
+"""Transports, as the reference documents describe them: see ``tests/api_rows.md``."""
 
 import multiprocessing
 import queue

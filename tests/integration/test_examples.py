@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -47,6 +48,28 @@ def test_an_example_runs_as_a_script(name: str, tmp_path: Path) -> None:
     else:
         printed = run_program(program, *options, folder=tmp_path, timeout=280, PYTHONPATH=str(ROOT)).stdout
     assert printed.splitlines()[-1].startswith(LAST_LINES.get(name, ""))
+
+
+def test_a_killed_worker_of_own_loop_is_replaced_and_ctrl_c_ends_all(tmp_path: Path) -> None:
+    pytest.importorskip("gymnasium", reason="the example needs gymnasium, which is not installed")
+    command, own = [sys.executable, "-u", FOLDER / "own_loop.py", "1000000"], {**os.environ, "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, cwd=tmp_path, env=own, **pipes) as program:
+        try:
+            lines = (line for line in program.stdout if line.startswith("update "))
+            workers = []
+            for _ in range(2):  # before, and twenty updates after one is killed
+                assert next(lines) and next(lines)
+                children = Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()
+                workers.append({one for one in children if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()})
+                if len(workers) == 1:
+                    os.kill(int(killed := min(workers[0])), signal.SIGKILL)
+            os.killpg(program.pid, signal.SIGINT)
+            assert "interrupted" in program.stdout.read() and program.wait() == 0
+        finally:
+            program.kill()
+    assert len(workers[0]) == len(workers[1]) == 2 and workers[0] - workers[1] == {killed}
+    assert not [one for one in workers[1] if Path(f"/proc/{one}").exists()]
 
 
 def test_several_machines_under_slurm(tmp_path: Path) -> None:
