@@ -80,7 +80,6 @@ def test_a_worker_acts_with_the_network_and_its_hooks_and_what_a_class_overrides
     network.normalizer = ObservationNormalizer(Spec(torch.Size([4]), torch.float32))
     network.normalizer.update(3 * torch.randn(100, 4) + 1)
     network.trunk.layers[3] = network.trunk.layers[1]  # one activation, used twice
-
     noise = policy.noise(policy.distribution_parameters(observation), 3)
 
     def prepare() -> Any:
