@@ -114,7 +114,8 @@ BENCHMARKS = (
     Benchmark(
         "returns",
         "Training: HalfCheetah, beside Stable-Baselines3",
-        "The same settings on both sides, 100,000 frames.",
+        "The same settings on both sides, 100,000 frames. Two seeds compare the times. They do not compare returns, "
+        "which differ by hundreds from seed to seed: see [Performance](performance.md#collection-and-training).",
         "scripts/bench_returns.py --seeds 2",
     ),
 )
