@@ -129,7 +129,7 @@ def test_all_killed(cell: Cell, backend: BuiltIn) -> None:
             worker.kill()
         with cell.detects(wsync.WorkerDied, r"(?s)worker.* 0.*1"):
             session.update(2)
-        with pytest.raises(wsync.NotConnected, match=r"every worker has died.*readmit\(index\)"):
+        with pytest.raises(wsync.NotConnected, match=r"every worker has died.*start another"):
             session.send(3)
 
 
