@@ -331,8 +331,8 @@ async def wait_for(
     """Wait until the workers have a version; return why, by worker, those lack it that do not have it."""
     with suppress(TimeoutError):
         async with asyncio.timeout(remaining(deadline)):
-            for session in sessions.values():
-                await session.settled(version, stage)
+            while lacking := [one for one in sessions.values() if not one.state(version, stage)]:
+                await lacking[0].settled(version, stage)  # another one may then refuse what was ready
     causes = {}
     for worker, session in sessions.items():
         if not session.state(version, stage) and deadline != NOW:
