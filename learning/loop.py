@@ -84,8 +84,8 @@ class WeightDelay:
 
     ``delays``: how many, for every version, or for one after the other. This is a weight sync with a long latency and
     enough bandwidth: versions are sent in order, and late; of those that become due together, the newest. Until the
-    first one is due, workers act with the weights that they were started with, after a resume as
-    well. The staleness of a frame is the newest version sent, plus the number held back (``len``), less the frame's.
+    first one is due, workers act with the weights that they were started with, after a resume as well.
+    The staleness of a frame is the newest version sent, plus the number held back (``len``), less the frame's version.
     """
 
     def __init__(self, delays: int | Iterator[int] = 0) -> None:

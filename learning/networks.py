@@ -48,11 +48,11 @@ _SMALL = 2**18  # multiplications in a layer; with more, numpy's BLAS may use al
 _FUNCTIONS: Any = {nn.Identity: np.asarray, nn.Tanh: np.tanh, nn.ReLU: lambda x: np.maximum(x, 0)}
 
 
-def operations(module: nn.Module) -> Operations | None:
+def operations_of(module: nn.Module) -> Operations | None:
     """Return what `module` computes, as operations of numpy; None if it has hooks, or one of its modules is not known.
 
-    A function of torch takes several times as long in a loop with an environment, whose step between two of its calls
-    empties the processor's caches.
+    In a loop with an environment, a function of torch takes several times as long: the environment's step has emptied
+    the processor's caches since the last one.
     """
     kind, parts = type(module), [part for part in module._modules.values() if part is not None]
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
@@ -63,7 +63,7 @@ def operations(module: nn.Module) -> Operations | None:
         return [(normalized, (module.moments[0].mean, module.moments[0].scale))]
     if kind not in (Network, MLP, nn.Sequential):
         return [(_FUNCTIONS[kind], ())] if kind in _FUNCTIONS else None
-    found: list[Any] = [one for part in parts for one in operations(part) or (None,)]
+    found: list[Any] = [one for part in parts for one in operations_of(part) or (None,)]
     return None if None in found else found
 
 
@@ -87,8 +87,8 @@ class Policy(SampledPolicy):
         """Return the parameters of the distribution for the network's `output`; `mask` is the action mask, bool."""
 
     def operations(self) -> Operations | None:
-        """Return operations that give the parameters at an observation, if there is no mask; None as `operations`."""
-        return operations(self.network)
+        """Return operations that give the parameters at an observation, if there is no mask; None: not known."""
+        return operations_of(self.network)
 
     @override
     def prepare(self, observation: Observation, noise: Tensor | None, on: torch.device) -> Act:
@@ -227,7 +227,7 @@ class GaussianPolicy(Policy):
 
     @override
     def operations(self) -> Operations | None:
-        known = operations(self.network)
+        known = operations_of(self.network)
         return known and [*known, (_mean_and_std, (self.center, self.half_range, self.log_std))]
 
     @override

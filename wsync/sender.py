@@ -338,7 +338,7 @@ class Sender:
         self._collect()
         self._raise_failed(has_sent=False)
         why = "".join(f"\nworker {worker}: {cause}" for worker, cause in sorted(self.outlet.causes().items()))
-        return NotConnected(f"every worker has died or left: start another, which joins by itself{why}")
+        return NotConnected(f"every worker has died or left: start another; an engine needs readmit(index){why}")
 
     # --- waiting ---
 

@@ -5,8 +5,8 @@
 
 It runs the code of the product: the outlet to workers with its sessions (``wsync.workers``, ``wsync.control.session``),
 both ends of each connection (``wsync.control.wire``, ``wsync.inbox``), the receivers and the gate of each worker.
-Simulated are a loop whose clock jumps to the next timer, streams that delay, split and cut, workers that die, stop,
-hold their gate, or refuse, and a trainer that sends. All runs in one thread: calls that block are made by their parts.
+Simulated are a loop with a clock that jumps to the next timer, streams that delay, split and cut, workers that die,
+stop, hold their gate, or refuse, and a trainer that sends. All runs in one thread: of calls that block, the parts run.
 The arena, other media and handshakes have tests with real processes.
 """
 
@@ -414,17 +414,17 @@ class World:
     # --- what must hold ---
 
     def check_forward(self, worker: Process) -> None:
-        who, versions = f"worker {worker.index}:", worker.versions
+        where, versions = f"worker {worker.index}:", worker.versions
         for name, model in worker.models.items():
             version = versions[name]
-            assert version >= model.seen, f"{who} {name} went back from {model.seen} to {version}"
-            assert version >= model.promised, f"{who} {name} {model.promised} was promised, {version} acts"
+            assert version >= model.seen, f"{where} {name} went back from {model.seen} to {version}"
+            assert version >= model.promised, f"{where} {name} {model.promised} was promised, {version} acts"
             model.seen = version
         for parts in self.committed if all(versions.values()) else ():
             sides = {versions[name] >= version for name, version in parts.items()}
-            assert len(sides) == 1, f"{who} {versions} mixes the two sides of {parts}"
+            assert len(sides) == 1, f"{where} {versions} mixes the two sides of {parts}"
         for parts in self.aborted:
-            assert versions.items().isdisjoint(parts.items()), f"{who} {versions} has an aborted part"
+            assert versions.items().isdisjoint(parts.items()), f"{where} {versions} has an aborted part"
 
     async def in_time(self, name: str, call: Any, timeout: float = TIMEOUT) -> dict[int, Cause]:
         """Return what a call says of workers. It ends in time; at once if none has a fault or lacks what is needed."""
@@ -506,14 +506,14 @@ class World:
         for index, (member, model, refused) in given.items():
             if self.outlets[name]._given[version][index] is not member or model.refused is not refused:
                 continue  # it has connected again
-            who, has = f"send {name} {version}: worker {index}", model.version
+            where, has = f"send {name} {version}: worker {index}", model.version
             if index not in causes:
-                assert stage == "ready" or has >= version, f"{who} has {has}"
+                assert stage == "ready" or has >= version, f"{where} has {has}"
                 if stage == "installed" or model.worker.withdrawn_at < began:
                     model.promised = max(model.promised, version)
             elif causes[index].kind == "failed":
-                assert version not in model.had(began), f"{who} is said to have refused it, and had it"
-                assert max(refused, default=0) >= version, f"{who}: {causes[index]}"
+                assert version not in model.had(began), f"{where} is said to have refused it, and had it"
+                assert max(refused, default=0) >= version, f"{where}: {causes[index]}"
                 refused.add(version)  # also one that a refused one had replaced
 
     async def verify(self, name: str) -> None:
