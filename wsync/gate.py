@@ -37,7 +37,7 @@ from types import MethodType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from torch import nn
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.jit import ScriptModule
 
 from wsync.deadlines import remaining
@@ -322,7 +322,7 @@ def ungate_model(module: nn.Module) -> None:
 
 
 def _call_part(part: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if _gate._depth and is_compiling():  # a part of a model that is compiled: its graph has no lock
+    if _gate._depth and is_dynamo_compiling():  # a part of a model that is compiled: its graph has no lock
         return call(*args, **kwargs)
     return _gate.call_model(part, call, args, kwargs)
 
@@ -339,14 +339,15 @@ def _entering(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         return method
 
     @functools.wraps(method)
-    def enter(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if _gate._depth and (is_compiling() or _gate._owned()):  # called by a forward, perhaps a compiled one
-            return method(self, *args, **kwargs)
+    def enter(*args: Any, **kwargs: Any) -> Any:  # the module is the first
+        if _gate._depth and (is_dynamo_compiling() or _gate._owned()):  # called by a forward, perhaps a compiled one
+            return method(*args, **kwargs)
         if not runs_later:
-            return _gate.call_model(self, method, (self, *args), kwargs)
+            return _gate.call_model(args[0], method, args, kwargs)
         if not _gate.held_here:
-            raise RuntimeError(f"{type(self).__name__}.{name}() runs later than it is called: use it in wsync.gate()")
-        return method(self, *args, **kwargs)
+            owner = type(args[0]).__name__
+            raise RuntimeError(f"{owner}.{name}() runs later than it is called: use it in wsync.gate()")
+        return method(*args, **kwargs)
 
     return enter
 
@@ -355,8 +356,8 @@ def _gated_class(original: type[nn.Module], chosen: frozenset[str] | None) -> ty
     inner = original.__call__
 
     @functools.wraps(inner)
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return _gate.call_model(self, inner, (self, *args), kwargs)
+    def __call__(*args: Any, **kwargs: Any) -> Any:  # the module is the first
+        return _gate.call_model(args[0], inner, args, kwargs)
 
     def __reduce_ex__(self: nn.Module, protocol: Any) -> Any:
         function, arguments, *rest = original.__reduce_ex__(self, protocol)

@@ -375,7 +375,7 @@ class Workers(Outlet):
         with self._lock:
             if len(workers) == self._num_workers:
                 given = self._members
-                self._newest[:] = [update] * self._num_workers
+                self._newest = [update] * self._num_workers
             else:
                 given = self._choose(workers)
                 for worker in workers:
@@ -402,8 +402,9 @@ class Workers(Outlet):
 
         Returns False if a process was found to have ended.
         """
-        arena, self._version = self._arena, max(self._version, update.version)
-        blocks, others = self._all_blocks, ()
+        arena, blocks, others = self._arena, self._all_blocks, ()
+        if update.version > self._version:
+            self._version = update.version
         if not blocks or members is not self._members:
             blocks = tuple(one.block for one in members.values() if one.block >= 0)
             others = [one.session for one in members.values() if one.block < 0]

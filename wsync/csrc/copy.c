@@ -1,8 +1,8 @@
 /* Copying bytes, by ordinary stores or by stores that bypass the caches ("streaming").
  *
  * An ordinary store first reads the cache line that it overwrites, takes it from the core that has read it, and writes it
- * back at some later time. Streaming saves that, and takes two thirds of the time for a quarter of a megabyte and more;
- * a reader on another core finds the data as fast (docs/performance.md).
+ * back at some later time. Streaming saves that, and takes two thirds of the time; of 64 KiB a fifth, if the lines are in
+ * another core's cache. A reader on another core finds the data as fast (docs/performance.md).
  */
 
 #include <pthread.h>
@@ -12,7 +12,7 @@
 
 enum {
     LINE = 64,               /* bytes of a cache line; the others are bytes as well */
-    STREAM_SHARED = 1 << 17, /* stream from here on what another process will read */
+    STREAM_SHARED = 1 << 15, /* stream from here on what another process will read */
     HOLD_GIL = 1 << 21,      /* up to here the GIL is not released */
     THREAD_SHARE = 1 << 24,  /* for each thread, if there is more than one */
     MAX_THREADS = 8,

@@ -158,9 +158,12 @@ class Store:
 
     def _read(self, file: str, limit: int) -> io.BytesIO:
         """Return a file's content. ValueError: it has more than ``limit`` bytes, which counts while it is read."""
-        fs, path, content = self._fs, f"{self._root}/{file}", io.BytesIO()
-        if "http" not in fs.protocol:
-            content = io.BytesIO(fs.cat_file(path, start=0, end=limit + 1))
+        content, path = io.BytesIO(), f"{self._root}/{file}"
+        if self.local is not None:
+            with open(path, "rb") as stream:
+                content.write(stream.read(limit + 1))
+        elif "http" not in (fs := self._fs).protocol:
+            content.write(fs.cat_file(path, start=0, end=limit + 1))
         else:  # a server may ignore a range, and may compress: a stream (``size`` is not used)
             with fs.open(path, block_size=0, size=1) as stream:
                 while content.tell() <= limit and (piece := stream.read(_PIECE)):
@@ -178,14 +181,15 @@ class Store:
     def delete_before(self, oldest: int) -> None:
         """Delete older versions, and what killed trainers left unfinished; a failure is logged."""
         try:
-            fs, old = self._fs, list[str]()
-            for path in fs.ls(self._root, detail=False):
+            old = list[str]()
+            paths = self._fs.ls(self._root, detail=False) if self.local is None else os.listdir(self.local)
+            for path in paths:
                 name = path.rstrip("/").rsplit("/", 1)[-1]
                 match = _OF_VERSION.fullmatch(name)
                 if name.endswith(UNFINISHED) or (match is not None and int(match[1]) < oldest):
                     old.append(f"{self._root}/{name}")
             if old:
-                fs.rm(old, recursive=True)
+                self._fs.rm(old, recursive=True)
         except Exception as error:  # noqa: BLE001  readers see the newest version already, so it has to count as stored
             _log.warning("old versions of the store %s cannot be deleted: %s", self.url, self.explain(error))
 
