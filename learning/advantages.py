@@ -59,14 +59,14 @@ def successor_values(value: Tensor, done: Tensor, ends: Callable[[Any], Tensor])
 def discounted_sum(delta: Tensor, decay: Tensor) -> Tensor:
     """Return ``A_t = delta_t + decay_t A_{t+1}`` for each t, with ``A`` of zero after the last column.
 
-    All are ``[*B, T]``, time last; `decay` is zero where the sum stops.
+    All are ``[*B, T]``, time last; `decay` is zero where the sum stops. Each round doubles how far sums reach.
     """
-    total = torch.zeros_like(delta[..., 0])
-    backwards = []
-    for delta_t, decay_t in zip(reversed(delta.unbind(-1)), reversed(decay.unbind(-1)), strict=True):
-        total = torch.addcmul(delta_t, decay_t, total)
-        backwards.append(total)
-    return torch.stack(backwards[::-1], dim=-1)
+    total, factor, reach = delta.to(torch.float64, copy=True), decay.double(), 1  # a float may overflow by products
+    while reach < total.shape[-1]:
+        total[..., :-reach] += factor[..., : total.shape[-1] - reach] * total[..., reach:]
+        factor = factor[..., :-reach] * factor[..., reach:]
+        reach *= 2
+    return total.to(delta.dtype)
 
 
 @torch.no_grad()

@@ -87,18 +87,19 @@ class WsyncWeightTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         if init_info.verify is not None:
             return self._verify(init_info.verify, init_info)
-        self.shutdown()
-        parallel = self.parallel_config
-        with self._together(self.shutdown):
+        parallel, scheme = self.parallel_config, DataScheme(timeout=_CONNECT_TIMEOUT)
+        with self._together(scheme.shutdown):
             if self._active:  # vLLM would say so at start, in the first rank: see _raise
                 raise RuntimeError("a weight update is already active")
             with set_current_vllm_config(self.vllm_config):
                 self._require_fit(Layout.decode(base64.b64decode(init_info.layout)))
+            scheme._address = Address.load(init_info.address)
             rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-            self._scheme = DataScheme(timeout=_CONNECT_TIMEOUT)
-            self._scheme._address = Address.load(init_info.address)
-            self._scheme.init_on_receiver(MODEL, load=self._load, worker_idx=rank)
-            self._scheme.connect()
+            scheme.init_on_receiver(MODEL, load=self._load, worker_idx=rank)
+            scheme.connect()
+        if scheme.model_id is not None:  # all ranks have accepted it: it takes the place of the trainer before
+            self.shutdown()
+            self._scheme = scheme
 
     def start_weight_update(self) -> None:
         if self._scheme is None:
