@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
 from collectors.environments.specs import Spec, SpecTree
+from learning.advantages import discounted_sum
 from learning.encoders import Observation, leaves
 
 CLIP = 10.0  # normalised values are clipped to ± this, as in Stable-Baselines3's VecNormalize and in CleanRL
@@ -104,7 +104,7 @@ class RewardNormalizer(nn.Module):
         super().__init__()
         self.how, self.gamma = how, gamma
         self.moments = Moments()
-        self._sums = np.zeros(0)
+        self._sums = torch.zeros(0)  # what each row adds to its next reward
 
     def forward(self, batch: TensorDictBase) -> TensorDictBase:
         """Return `batch` ``[*B, T]`` with the learner's rewards; the given one is unchanged."""
@@ -120,12 +120,12 @@ class RewardNormalizer(nn.Module):
         return batch.copy().set("next", step)
 
     def _update(self, reward: Tensor, done: Tensor, mask: Tensor | None) -> None:
-        rewards, ended = (x.reshape(-1, x.shape[-1]).numpy(force=True).T for x in (reward.double(), done))  # time first
-        if self._sums.shape != rewards.shape[1:]:
-            self._sums = np.zeros(rewards.shape[1:])
-        sums = np.empty_like(rewards)
-        for t, (reward_t, ended_t) in enumerate(zip(rewards, ended, strict=True)):
-            sums[t] = self._sums = self._sums * self.gamma + reward_t
-            self._sums = np.where(ended_t, 0.0, self._sums)
-        seen = torch.from_numpy(sums.T.copy()).flatten()
-        self.moments.update(seen if mask is None else seen[mask.flatten().cpu()])
+        rewards, decay = reward.double(), done.logical_not().double() * self.gamma
+        rewards, decay = (x.cpu().reshape(-1, x.shape[-1]) for x in (rewards, decay))
+        if len(self._sums) != len(rewards):
+            self._sums = torch.zeros(len(rewards))
+        backwards = rewards.flip(-1)
+        backwards[:, -1] += self._sums
+        sums = discounted_sum(backwards, decay.roll(1, -1).flip(-1)).flip(-1)
+        self._sums = sums[:, -1] * decay[:, -1]
+        self.moments.update(sums.flatten() if mask is None else sums.flatten()[mask.flatten().cpu()])
