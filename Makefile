@@ -108,7 +108,7 @@ figures: $(VENV)/.figures
 simulate: install
 	seq 0 2000 $$(($(SEEDS) - 1)) | xargs -P $$(nproc) -I FIRST $(BIN)/python -m wsync.testing.simulation FIRST 2000
 
-# Some five minutes: every fault against every backend, written into docs/reliability.md.
+# Some three minutes: every fault against every backend, written into docs/reliability.md.
 reliability: install
 	$(BIN)/python -m pytest tests/chaos --reliability docs/reliability.md $(ARGS)
 
