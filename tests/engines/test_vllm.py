@@ -118,8 +118,7 @@ def test_a_stale_prefix_is_not_used(server: Server) -> None:
 
 
 def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve(server: Server) -> None:
-    old, new = make(41), make(42)
-    good = new.state_dict()
+    old, good = make(41), make(42).state_dict()
     down, value, bias = (
         f"model.layers.1.{end}" for end in ("mlp.down_proj.weight", "self_attn.v_proj.weight", "self_attn.q_proj.bias")
     )
@@ -134,15 +133,13 @@ def test_weights_that_do_not_fit_are_refused_and_the_old_ones_serve(server: Serv
     ]
     with trainer(server, old) as first:
         for weights, said in wrong:
-            with (
-                pytest.raises(wsync.WorkerFailed, match=rf"{server.url}: phase init (?s:.*){said}"),
-                trainer(server, weights),
-            ):
+            refused = rf"{server.url}: phase init (?s:.*){said}"
+            with pytest.raises(wsync.WorkerFailed, match=refused), trainer(server, weights):
                 pass
             assert server.serves(old, PROMPT)
         if server.post("/get_world_size")["world_size"] == 1:  # else vLLM has lost count of the answers: `one_rank`
-            first.send(new)  # the engine is still its own
-            assert server.serves(new, PROMPT)
+            first.send(good)  # the engine is still its own
+            assert server.serves(make(42), PROMPT)
 
 
 @pytest.fixture
