@@ -61,7 +61,7 @@ def discounted_sum(delta: Tensor, decay: Tensor) -> Tensor:
 
     All are ``[*B, T]``, time last; `decay` is zero where the sum stops. Each round doubles how far sums reach.
     """
-    total, factor, reach = delta.to(torch.float64, copy=True), decay.double(), 1  # a float may overflow by products
+    total, factor, reach = delta.to(torch.float64, copy=True), decay.double(), 1  # double: large decays multiply
     while reach < total.shape[-1]:
         total[..., :-reach] += factor[..., : total.shape[-1] - reach] * total[..., reach:]
         factor = factor[..., :-reach] * factor[..., reach:]

@@ -126,6 +126,6 @@ class RewardNormalizer(nn.Module):
             self._sums = torch.zeros(len(rewards))
         backwards = rewards.flip(-1)
         backwards[:, -1] += self._sums
-        sums = discounted_sum(backwards, decay.roll(1, -1).flip(-1)).flip(-1)
+        sums = discounted_sum(backwards, decay.roll(1, -1).flip(-1)).flip(-1)  # decays of the step before
         self._sums = sums[:, -1] * decay[:, -1]
         self.moments.update(sums.flatten() if mask is None else sums.flatten()[mask.flatten().cpu()])
