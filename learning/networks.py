@@ -45,7 +45,7 @@ class Network(nn.Module):
 
 Operations = list[tuple[Callable[..., Array], tuple[Tensor, ...]]]  # functions, and the tensors that each takes
 _SMALL = 2**18  # multiplications in a layer; with more, numpy's BLAS may use all cores, and torch is as fast
-_FUNCTIONS: Any = {nn.Identity: np.asarray, nn.Tanh: np.tanh, nn.ReLU: lambda x: np.maximum(x, 0)}
+_FUNCTIONS: Any = {nn.Tanh: np.tanh, nn.ReLU: lambda x: np.maximum(x, 0)}
 
 
 def operations_of(module: nn.Module) -> Operations | None:
@@ -58,13 +58,13 @@ def operations_of(module: nn.Module) -> Operations | None:
     if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
         return None
     if isinstance(module, nn.Linear) and kind is nn.Linear and module.bias is not None:
-        return [(lambda x, weight, bias: x @ weight.T + bias, (module.weight, module.bias))]
+        return [(lambda x, weight, bias: np.dot(x, weight.T) + bias, (module.weight, module.bias))]
     if isinstance(module, ObservationNormalizer) and kind is ObservationNormalizer and module.paths == [()]:
         return [(normalized, (module.moments[0].mean, module.moments[0].scale))]
-    if kind not in (Network, MLP, nn.Sequential):
+    if kind not in (Network, MLP, nn.Sequential, nn.Identity):
         return [(_FUNCTIONS[kind], ())] if kind in _FUNCTIONS else None
-    found: list[Any] = [one for part in parts for one in operations_of(part) or (None,)]
-    return None if None in found else found
+    found = [operations_of(part) for part in parts]
+    return None if None in found else [one for some in found for one in some or ()]
 
 
 class Policy(SampledPolicy):
@@ -249,8 +249,12 @@ class GaussianPolicy(Policy):
 def _mean_and_std(output: Any, center: Any, half_range: Any, log_std: Any) -> Any:
     """Return a Gaussian's parameters, of tensors or of arrays."""
     kind: Any = torch if isinstance(output, Tensor) else np
-    mean = center + half_range * output
-    return kind.concatenate([mean, kind.zeros_like(mean) + half_range * kind.exp(log_std)], -1)
+    mean, std = center + half_range * output, half_range * kind.exp(log_std)
+    if kind is torch:
+        return torch.cat([mean, std.expand_as(mean)], -1)
+    parameters = np.empty((*mean.shape[:-1], 2 * len(std)), mean.dtype)
+    parameters[..., : len(std)], parameters[..., len(std) :] = mean, std
+    return parameters
 
 
 class Critic(nn.Module):

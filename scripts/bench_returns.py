@@ -3,6 +3,7 @@
     python scripts/bench_returns.py                                          # HalfCheetah, 100,000 frames, 3 seeds
     python scripts/bench_returns.py --env mujoco/hopper --frames 300000 --out outputs/hopper
     python scripts/bench_returns.py --env cartpole_masked --also policy=mlp  # the peer: RecurrentPPO of sb3-contrib
+    python scripts/bench_returns.py --sbx                                    # SBX, PPO in JAX, as a second peer
     python scripts/bench_returns.py --solve --seeds 5                        # CartPole until it is solved
 
 The contenders take turns, seed by seed, each a process of its own; ours has two workers more. They have the same
@@ -22,7 +23,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -41,7 +41,7 @@ from learning.reporting.plots import BLUE, INK, MUTED, ORANGE, new_figure
 from learning.summary import return_text
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS, PEER = "train.py", "stable-baselines3"
+OURS, PEER, SBX = "train.py", "stable-baselines3", "sbx"
 COLOURS = (BLUE, ORANGE, MUTED, "#0f766e")
 POINTS, LAST = 200, 20  # of a curve; episodes in a mean
 TUNED = (  # by the zoo of Stable-Baselines3 for its PPO; the rates fall to a fiftieth over 100,000 frames
@@ -65,9 +65,9 @@ def train(overrides: Sequence[str]) -> Outcome:
     return {"returns": returns, **{name: summary[name] for name in ("solved", "seconds", "frames")}}
 
 
-def train_peer(settings: Any) -> Outcome:
-    """Run the peer once with the settings of a run of train.py."""
-    command = [sys.executable, "scripts/harness/sb3.py", json.dumps(settings)]
+def train_peer(settings: Any, peer: str) -> Outcome:
+    """Run a peer once with the settings of a run of train.py."""
+    command = [sys.executable, "scripts/harness/sb3.py", json.dumps(settings), peer]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return json.loads(done.stdout.splitlines()[-1])
@@ -138,14 +138,16 @@ def main(
     solve: Annotated[bool, typer.Option("--solve", help="CartPole until it is solved, instead")] = False,
     at_once: Annotated[int, typer.Option(min=1, help="Runs at a time")] = 1,
     peer: Annotated[bool, typer.Option(help="Run Stable-Baselines3 as well")] = True,
+    sbx: Annotated[bool, typer.Option("--sbx", help="Run SBX as well")] = False,
     out: Annotated[Path | None, typer.Option(help="Folder for the returns and the picture")] = None,
 ) -> None:
     """Measure, and print a table."""
-    if peer and find_spec("stable_baselines3") is None:
-        raise typer.BadParameter(f"{PEER} is not installed here: pip install -e '.[bench]', or say --no-peer")
+    for module in ["stable_baselines3"] * peer + ["sbx"] * sbx:
+        if find_spec(module) is None:
+            raise typer.BadParameter(f"{module} is not installed here: pip install -e '.[bench]', or say --no-peer")
     fixed = [] if solve else [f"env={env}", f"total_frames={frames}", "stop_when_solved=false"]
     contenders = {OURS: []} | {f"{OURS} {one}": one.split() for one in also or []}
-    contenders |= {PEER: [*TUNED] if solve else []} if peer else {}
+    contenders |= {name: [*TUNED] if solve else [] for name, runs in ((PEER, peer), (SBX, sbx)) if runs}
     results: dict[str, list[Outcome]] = {name: [] for name in contenders}
     title, console = "CartPole, until it is solved" if solve else f"env={env}, {frames:,} frames", Console()
     runs = [(seed, name) for seed in range(seeds) for name in contenders]
@@ -153,8 +155,8 @@ def main(
         pending = []
         for seed, name in runs:
             overrides = [*fixed, *contenders[name], f"seed={seed}"]
-            call = partial(train_peer, settings_of(overrides)) if name == PEER else partial(train, overrides)
-            pending.append(pool.submit(call))
+            its = (train_peer, settings_of(overrides), name) if name in (PEER, SBX) else (train, overrides)
+            pending.append(pool.submit(*its))
         for (seed, name), outcome in zip(runs, (one.result() for one in pending), strict=True):
             results[name].append(outcome)
             mean = return_text(last_mean(outcome["returns"], outcome["frames"]))
@@ -164,7 +166,7 @@ def main(
                 (out / "results.json").write_text(json.dumps(results))
                 learning_curves(results, title).savefig(out / "returns.png")
     console.print(table(results, title))
-    if solve and not all(one["solved"] for name in results if name != PEER for one in results[name]):
+    if solve and not all(one["solved"] for name in results if name.startswith(OURS) for one in results[name]):
         raise typer.Exit(1)
 
 

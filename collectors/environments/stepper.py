@@ -22,6 +22,7 @@ RESULTS = {
     "episode_length": np.int64,
 }
 """The results of a step, attributes of a ``Stepper`` and keys of a batch, with their dtypes in a batch."""
+_ONE = np.ones(1, np.int64)  # adding a number of Python takes longer
 
 
 class Stepper:
@@ -47,7 +48,7 @@ class Stepper:
         self.observation = zeros(self.observation_spec, self.num_envs)
         self._started = zeros(self.observation_spec, self.num_envs)
         self.is_init = np.ones(self.num_envs, np.bool_)
-        self.reward = self._own_reward = np.zeros(self.num_envs, np.float32)
+        self.reward = self._own_reward = np.zeros(self.num_envs, np.float64)
         self.terminated, self.truncated, self.done = (np.zeros(self.num_envs, np.bool_) for _ in range(3))
         self.episode_return = np.zeros(self.num_envs, np.float64)
         self.episode_length = np.zeros(self.num_envs, np.int64)
@@ -127,7 +128,7 @@ class Stepper:
         successor, self._own_reward[:], self.terminated[:], self.truncated[:] = self.driver.step(taken)
         self._observations.write(successor, self.observation)
         self.episode_return += self._own_reward
-        self.episode_length += 1
+        self.episode_length += _ONE
         self.reset_step = self.driver.reset_step
         if self.reset_step is not None:
             for sums in (self._own_reward, self.episode_return, self.episode_length):

@@ -1,6 +1,6 @@
-"""PPO of Stable-Baselines3, or RecurrentPPO of sb3-contrib, with the settings of a run of train.py: one JSON line.
+"""PPO of Stable-Baselines3 or SBX, or RecurrentPPO of sb3-contrib, with the settings of a run of train.py: one JSON line.
 
-    python scripts/harness/sb3.py '{"env": {...}, "algorithm": {...}, ...}'
+    python scripts/harness/sb3.py '{"env": {...}, "algorithm": {...}, ...}' stable-baselines3    # or sbx
 
 A process of its own, which ``bench_returns.py`` starts. Environments, wrappers and PPO's settings
 are those of the run; the networks are ``MlpPolicy``, ``CnnPolicy`` or ``MlpLstmPolicy``. It has no ``reward_scale`` and
@@ -77,15 +77,15 @@ def falling(first: float, final: float | None, frames: int, total: int) -> Calla
     return lambda remaining: final + max(0.0, 1.0 - (1.0 - remaining) * total / frames) * (first - final)
 
 
-def make_model(settings: Settings, made: VecEnv) -> PPO:
+def make_model(settings: Settings, made: VecEnv, peer: str) -> Any:
     """Make the peer's algorithm with the settings of the run."""
     ppo, total = settings["algorithm"], settings["total_frames"]
     policy, schedule = POLICIES[settings["policy"]["_target_"]], (ppo["anneal_frames"], total)
-    algorithm = PPO
-    if policy == "MlpLstmPolicy":
-        from sb3_contrib import RecurrentPPO  # pyright: ignore[reportMissingImports]
-
-        algorithm = RecurrentPPO
+    algorithm: Any = PPO
+    if peer == "sbx":
+        from sbx import PPO as algorithm  # pyright: ignore[reportMissingImports]
+    elif policy == "MlpLstmPolicy":
+        from sb3_contrib import RecurrentPPO as algorithm  # pyright: ignore[reportMissingImports]
     return algorithm(
         policy, made, n_steps=settings["frames_per_batch"] // made.num_envs, batch_size=ppo["minibatch_size"],
         n_epochs=ppo["epochs"], gamma=ppo["gamma"], gae_lambda=ppo["gae_lambda"],
@@ -97,11 +97,11 @@ def make_model(settings: Settings, made: VecEnv) -> PPO:
     )  # fmt: skip
 
 
-def main(settings: Settings) -> None:
+def main(settings: Settings, peer: str) -> None:
     """Train, and print the returns and the seconds."""
     torch.set_num_threads(settings["threads"])
     solved_at = settings["env"]["solved_at"] if settings["stop_when_solved"] else None
-    model, watch = make_model(settings, environments(settings)), Returns(solved_at)
+    model, watch = make_model(settings, environments(settings), peer), Returns(solved_at)
     model.learn(settings["total_frames"], callback=watch)
     seconds = time.perf_counter() - watch.started
     found = {"returns": watch.returns, "solved": watch.solved, "seconds": seconds, "frames": model.num_timesteps}
@@ -109,4 +109,4 @@ def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(json.loads(sys.argv[1]), sys.argv[2])
