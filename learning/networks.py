@@ -250,11 +250,7 @@ def _mean_and_std(output: Any, center: Any, half_range: Any, log_std: Any) -> An
     """Return a Gaussian's parameters, of tensors or of arrays."""
     kind: Any = torch if isinstance(output, Tensor) else np
     mean, std = center + half_range * output, half_range * kind.exp(log_std)
-    if kind is torch:
-        return torch.cat([mean, std.expand_as(mean)], -1)
-    parameters = np.empty((*mean.shape[:-1], 2 * len(std)), mean.dtype)
-    parameters[..., : len(std)], parameters[..., len(std) :] = mean, std
-    return parameters
+    return kind.concatenate([mean, std.expand_as(mean) if kind is torch else np.full_like(mean, std)], -1)
 
 
 class Critic(nn.Module):

@@ -23,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -155,8 +156,9 @@ def main(
         pending = []
         for seed, name in runs:
             overrides = [*fixed, *contenders[name], f"seed={seed}"]
-            its = (train_peer, settings_of(overrides), name) if name in (PEER, SBX) else (train, overrides)
-            pending.append(pool.submit(*its))
+            peers = name in (PEER, SBX)
+            call = partial(train_peer, settings_of(overrides), name) if peers else partial(train, overrides)
+            pending.append(pool.submit(call))
         for (seed, name), outcome in zip(runs, (one.result() for one in pending), strict=True):
             results[name].append(outcome)
             mean = return_text(last_mean(outcome["returns"], outcome["frames"]))

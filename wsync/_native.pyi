@@ -134,9 +134,9 @@ class WorkerWords:
         failed_version: the newest version that could not be installed.
         bound_slot: the slot that the model is bound to; -1 if it has memory of its own.
         hold: whether that slot is needed between forwards as well.
-        installs: how many updates were installed without the receiver.
         fulfilled: the serial number of the requirements that are known to be met.
         announced_at: when the control thread saw the next version, on ``time.perf_counter``; 0.0 if it did not.
+        used_at: when a forward had first used what is installed, on ``time.perf_counter``; 0.0 if none had.
         receiver: its ``poll_update`` and ``leaving_gate`` do what this object does not.
     """
 
@@ -146,9 +146,8 @@ class WorkerWords:
     hold: bool
     fulfilled: int
     announced_at: float
+    used_at: float
     receiver: Any
-    @property
-    def installs(self) -> int: ...
     def __init__(
         self, memory: Any, capacity: int, block: int, signal: int, binds: bool, plans: list[PackPlan], /
     ) -> None: ...
@@ -177,5 +176,5 @@ class WorkerWords:
     def poll_update(self) -> bool:
         """Called by the gate before a forward."""
 
-    def leaving_gate(self) -> None:
-        """Called by the gate after a forward."""
+    def leaving_gate(self, forward: bool, /) -> None:
+        """Called by the gate when a thread leaves it."""

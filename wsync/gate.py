@@ -54,8 +54,8 @@ class GateHook(Protocol):
         """Install what the next forward has to use; return whether all hooks have to be called again."""
         ...
 
-    def leaving_gate(self) -> None:
-        """The forward has ended: release what it has used."""
+    def leaving_gate(self, forward: bool) -> None:
+        """Release what was used. ``forward``: a forward may have used the model; else something was only installed."""
 
 
 class Gate:
@@ -91,7 +91,7 @@ class Gate:
                 finally:
                     self._depth = 0
                     for hook in self.hooks:
-                        hook.leaving_gate()
+                        hook.leaving_gate(model is not NO_FORWARD)
                     self.subject = None
         finally:
             if self._wanted:
@@ -149,7 +149,7 @@ class Gate:
                     if not depth:
                         self._task = self.subject = None
                         for hook in self.hooks:
-                            hook.leaving_gate()
+                            hook.leaving_gate(True)
         finally:
             if self._wanted:
                 self.settle()

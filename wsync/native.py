@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-_REVISION = 104  # of csrc/module.c
+_REVISION = 105  # of csrc/module.c
 
 
 def _load() -> tuple[ModuleType | None, str]:

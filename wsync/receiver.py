@@ -71,6 +71,7 @@ class Receiver:
         self.inbox: Inbox = Inbox()  # what has its updates; set by the connection
         self.sender = ""  # identifies the sender of the present connection
         self.worker_idx, self._version = -1, 0
+        self._used_at = 0.0  # as ``used_at``, on ``time.perf_counter``
         self.announced_at = 0.0  # when the control thread has seen the newest update, if that came by a connection
         self.bind, self.on_request, self._gate = bind, on_request, gate
         self._strategy = strategy
@@ -115,8 +116,10 @@ class Receiver:
             raise self._broken()
         return again
 
-    def leaving_gate(self) -> None:
-        """The forward has ended."""
+    def leaving_gate(self, forward: bool) -> None:
+        """A thread leaves the gate; ``forward``: after a forward."""
+        if forward and not self._used_at:
+            self._used_at = time.perf_counter()
         self.inbox.leave()
         self._answer()
 
@@ -170,6 +173,7 @@ class Receiver:
             self._break_if_unusable(update, error)
         else:
             self._version, self._bound, self._broken = update.version, update.buffer, None
+            self._used_at = 0.0
             self._failed_version = 0  # a store's next trainer may begin below it
         self.inbox.settled(update, error)
         self._answer()
@@ -398,6 +402,13 @@ class Receiver:
         return self._version if words is None else max(words.version, self._version)
 
     @property
+    def used_at(self) -> float | None:
+        """When a forward has first used the version that the model has, in Unix seconds; None: none has yet."""
+        words = self.inbox.words
+        at = self._used_at if words is None else words.used_at
+        return time.time() - time.perf_counter() + at if at else None
+
+    @property
     def _tried(self) -> int:
         """The newest version that is installed, or could not be."""
         return max(self.version, self._failed_version)
@@ -430,6 +441,7 @@ class Receiver:
             if self._broken:
                 raise self._broken()
             taken, self._returned = take(), self.version
+            self._hook.leaving_gate(True)  # the caller uses them
             return taken
 
         taken = self._wait(deadline, attempt)

@@ -47,7 +47,7 @@ class Outstanding:
 
 
 _STAGES: tuple[Stage, Stage] = ("ready", "installed")  # what a call waits for, without and with acknowledgements
-_UNKNOWN = ("sent_at", "installed", "installed_at", "behind", "verified", "digest", "used")
+_UNKNOWN = ("sent_at", "installed", "installed_at", "behind", "verified", "digest", "used", "used_at")
 _ROW: dict[str, Any] = {"worker": 0, "where": "", "state": "alive", "sent": 0, **dict.fromkeys(_UNKNOWN), "error": ""}
 Updates = list[tuple[Sequence[int], Update]]
 """One version: the update of each group of workers."""

@@ -360,6 +360,7 @@ class Workers(Outlet):
         installed = session.reported.installed if by_words is None else by_words.installed(member.block)
         refused, why = session.refused
         row |= {"where": member.where, "installed": installed, "used": session.verified.used}
+        row["used_at"] = session.verified.used_at
         return {**row, "error": why if refused > installed else ""}
 
     def reserve(self, deadline: float | None) -> Buffer:

@@ -1,4 +1,4 @@
-"""PPO of Stable-Baselines3 or SBX, or RecurrentPPO of sb3-contrib, with the settings of a run of train.py: one JSON line.
+"""PPO of Stable-Baselines3 or SBX, or RecurrentPPO of sb3-contrib, with the settings of a run of train.py; prints JSON.
 
     python scripts/harness/sb3.py '{"env": {...}, "algorithm": {...}, ...}' stable-baselines3    # or sbx
 

@@ -36,9 +36,11 @@ def seen(scheme: wsync.WeightSyncScheme, *columns: str) -> list[tuple[Any, ...]]
 def test_the_ledger_has_a_row_for_each_worker(backend: BuiltIn) -> None:
     with backend.connected() as session:
         session.update(2)
-        for row, worker in zip(session.scheme.ledger(), session.workers, strict=True):
-            told = [row[name] for name in ("where", "state", "sent", "installed", "behind", "error")]
-            assert told == [f"pid {worker.pid}", "alive", 2, 2, 0, ""] and row["sent_at"] < row["installed_at"]
+        assert [row["used_at"] for row in session.scheme.verify()] == [None, None]
+        session.outputs()
+        assert all(row["sent_at"] < row["installed_at"] < row["used_at"] for row in session.scheme.verify())
+        told = [(f"pid {worker.pid}", "alive", 2, 2, 0, "") for worker in session.workers]
+        assert seen(session.scheme, "where", "state", "sent", "installed", "behind", "error") == told
         session.workers[1].stop()  # it never installs
         session.post(3)
         with pytest.raises(wsync.SyncTimeout, match=r"not verified on worker 1: .*\nworkers that have it: 0"):
@@ -90,7 +92,7 @@ def test_an_update_that_reaches_nothing_is_seen(gate: bool) -> None:
             session.scheme.send()
             session.workers[0].call(execute, f"{'copy.deepcopy(model)' if gate else 'model'}.q(torch.zeros(16))")
         assert seen(session.scheme, "sent", "installed", "behind") == [(4, 1, 3)]
-        assert session.scheme.verify()[0]["used"] is False
+        assert [session.scheme.verify()[0][name] for name in ("used", "used_at")] == [False, None]
     SharedMemoryPublished.pool.close()
 
 
@@ -138,13 +140,12 @@ def test_the_rows_are_served_and_shown(tmp_path: Path) -> None:
     assert shown.returncode == 0 and rows[0]["where"] in shown.stdout
     assert "wsync status: " in status(tmp_path / "none").stderr
     assert status("--help").stdout.startswith("usage: ")
-    process = subprocess.Popen(["sleep", "600"])
-    of_run = {"trainer": f"{socket.gethostname()}:{process.pid}", "sent_at": 1000.0}
-    (tmp_path / "ledger.json").write_text(json.dumps([rows[0] | of_run]))
-    os.utime(tmp_path / "ledger.json", (1005, 1005))
-    assert (now := status(tmp_path)).returncode == 0 and "alive" in now.stdout and " 5 s " not in now.stdout
-    process.kill()
-    process.wait()
+    with subprocess.Popen(["sleep", "600"]) as process:
+        of_run = {"trainer": f"{socket.gethostname()}:{process.pid}", "sent_at": 1000.0}
+        (tmp_path / "ledger.json").write_text(json.dumps([rows[0] | of_run]))
+        os.utime(tmp_path / "ledger.json", (1005, 1005))
+        assert (now := status(tmp_path)).returncode == 0 and "alive" in now.stdout and " 5 s " not in now.stdout
+        process.kill()
     assert (left := status(tmp_path)).returncode == 1 and "dead" in left.stdout and " 5 s " in left.stdout
     (tmp_path / "summary.json").write_text('{"error": "WorkerDied: version 4"}')
     assert (failed := status(tmp_path)).returncode == 1 and "ended" in failed.stdout and "version 4" in failed.stdout
@@ -162,6 +163,5 @@ def test_updates_are_spans_of_opentelemetry() -> None:
         scheme.model(torch.zeros(2))
         report = scheme.send()
     (span,) = memory.get_finished_spans()
-    provider.shutdown()
     assert report is not None and span.name == "wsync.update" and span.attributes["wsync.version"] == report.version
     assert abs((span.end_time - span.start_time) * 1e-9 - report.seconds) < 1e-6

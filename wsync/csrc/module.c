@@ -8,7 +8,7 @@
 
 #include "native.h"
 
-#define REVISION 104 /* of the interface; wsync/native.py names the one that it expects */
+#define REVISION 105 /* of the interface; wsync/native.py names the one that it expects */
 
 const DLPackExchange *dlpack;
 PyTypeObject *TensorTree_type, *Installer_type;
@@ -44,12 +44,8 @@ int map_words(PyObject *memory, Py_ssize_t capacity, Py_buffer *words, Block **b
 
 static PyMethodDef functions[] = {{"configure", configure, METH_VARARGS, NULL}, {NULL}};
 
-static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "wsync._native",
-    .m_size = -1,
-    .m_methods = functions,
-};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "wsync._native", .m_size = -1,
+                                        .m_methods = functions};
 
 static int add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **kept)
 {

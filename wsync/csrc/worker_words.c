@@ -10,8 +10,8 @@ typedef struct {
     Record *records;
     int signal;                             /* the trainer's eventfd, which this end rings */
     char binds, hold;                       /* these, and the rest: see _native.pyi */
-    long long version, failed_version, bound_slot, installs, fulfilled;
-    double announced_at;
+    long long version, failed_version, bound_slot, fulfilled;
+    double announced_at, used_at;
     PyObject *receiver, *installer, *plans; /* `installer` is NULL while the receiver does everything */
 } WorkerWords;
 
@@ -201,7 +201,7 @@ static int install(WorkerWords *self, PyObject *installer)
         return -1;
     if (self->block) { /* not closed during a large copy */
         double wait = self->announced_at > 0 && self->announced_at < started ? started - self->announced_at : 0;
-        self->version = version_in(word), self->announced_at = 0, self->installs++;
+        self->version = version_in(word), self->announced_at = self->used_at = 0;
         if (self->binds)
             self->bound_slot = slot_in(word);
         else
@@ -224,10 +224,12 @@ static PyObject *WorkerWords_poll_update(WorkerWords *self, PyObject *Py_UNUSED(
     return PyObject_CallMethodNoArgs(self->receiver, names.poll_update);
 }
 
-static PyObject *WorkerWords_leaving_gate(WorkerWords *self, PyObject *Py_UNUSED(ignored))
+static PyObject *WorkerWords_leaving_gate(WorkerWords *self, PyObject *forward)
 {
+    if (forward == Py_True && !self->used_at)
+        self->used_at = now();
     if (self->receiver && !(self->installer && self->block))
-        return PyObject_CallMethodNoArgs(self->receiver, names.leaving_gate);
+        return PyObject_CallMethodOneArg(self->receiver, names.leaving_gate, forward);
     if (self->block)
         release(self), answer(self, self->version, 1, 0, 0); /* if a signal has ended the call that had to answer */
     Py_RETURN_NONE;
@@ -238,9 +240,9 @@ static PyMemberDef WorkerWords_members[] = {
     {"failed_version", T_LONGLONG, offsetof(WorkerWords, failed_version), 0, NULL},
     {"bound_slot", T_LONGLONG, offsetof(WorkerWords, bound_slot), 0, NULL},
     {"hold", T_BOOL, offsetof(WorkerWords, hold), 0, NULL},
-    {"installs", T_LONGLONG, offsetof(WorkerWords, installs), READONLY, NULL},
     {"fulfilled", T_LONGLONG, offsetof(WorkerWords, fulfilled), 0, NULL},
     {"announced_at", T_DOUBLE, offsetof(WorkerWords, announced_at), 0, NULL},
+    {"used_at", T_DOUBLE, offsetof(WorkerWords, used_at), 0, NULL},
     {"receiver", T_OBJECT, offsetof(WorkerWords, receiver), 0, NULL},
     {NULL},
 };
@@ -252,7 +254,7 @@ static PyMethodDef WorkerWords_methods[] = {
     {"set_wakeups", (PyCFunction)WorkerWords_set_wakeups, METH_O, NULL},
     {"close", (PyCFunction)WorkerWords_close, METH_NOARGS, NULL},
     {"poll_update", (PyCFunction)WorkerWords_poll_update, METH_NOARGS, NULL},
-    {"leaving_gate", (PyCFunction)WorkerWords_leaving_gate, METH_NOARGS, NULL},
+    {"leaving_gate", (PyCFunction)WorkerWords_leaving_gate, METH_O, NULL},
     {NULL},
 };
 static PyType_Slot WorkerWords_slots[] = {

@@ -190,7 +190,7 @@ class EngineApp:
             raise WeightSyncError(self._mixed)
         return False
 
-    def leaving_gate(self) -> None:
+    def leaving_gate(self, forward: bool) -> None:
         """Nothing is in use."""
 
     async def _world_size(self, request: Request) -> Fields:
