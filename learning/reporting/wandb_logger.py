@@ -57,8 +57,7 @@ class WandbLogger(Reporter):
         self._thread: threading.Thread | None = None
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
-        scheme, algorithm = (config.get(one, {}).get("_target_", "") for one in ("weight_sync", "algorithm"))
-        kinds = [one.rpartition(".")[2] for one in (scheme, algorithm)]
+        kinds = [config.get(one, {}).get("_target_", "").rpartition(".")[2] for one in ("weight_sync", "algorithm")]
         env = config.get("env", {}).get("id", "")
         self._init = {"dir": str(folder), "config": config, "entity": self.entity, "id": self.id, "job_type": "train"}
         for name, given, variable, default in (
