@@ -71,7 +71,6 @@ class Run:
         frames = pairwise([0, *(row["frames"] for row in self.rows)])
         means = [(row["episode_return_mean_100"], b - a) for row, (a, b) in zip(self.rows, frames, strict=True)]
         known = [(mean, weight) for mean, weight in means if mean is not None]
-        total = sum(mean * weight for mean, weight in known)
         return {
             "s to solved": next(reached, None),
             "frames to solved": solved,
@@ -79,7 +78,7 @@ class Run:
             "frames/s": self.summary["frames_per_second"],
             **{f"sync {p}": sync["latency_us"].get(p) for p in ("p50", "p95", "p99")},
             "mean staleness": self.summary["staleness"]["mean"],
-            OVER_RUN: total / sum(weight for _, weight in known) if known else None,
+            OVER_RUN: statistics.fmean(*zip(*known, strict=True)) if known else None,  # weighted by frames
         }
 
 
@@ -92,7 +91,9 @@ def report(folder: Path, console: Console | None = None) -> None:
     pictures = list(_draw(folder, runs))
     with file_errors(folder / PAGE):
         (folder / PAGE).write_text(_page(runs, left_out, pictures), encoding="utf-8")
-    write_csv(folder / DATA, [_cells(run, runs) | run.figures for run in runs])
+    units = {name: f"{name} (us)" for name, write in FIGURES.items() if write is microseconds}
+    rows = (_cells(run, runs) | run.figures for run in runs)
+    write_csv(folder / DATA, [{units.get(name, name): value for name, value in row.items()} for row in rows])
     console = console or Console(highlight=False)
     if not console.is_terminal:
         console.width = 1000
@@ -222,7 +223,7 @@ def _draw(folder: Path, runs: Sequence[Run]) -> Iterator[Path]:
 
 def _page(runs: Sequence[Run], left_out: Sequence[str], pictures: Sequence[Path]) -> str:
     shown, same = columns(runs)
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in shown)
+    head = "".join(f"<th>{html.escape(name).replace('.', '.<wbr>').replace('_', '_<wbr>')}</th>" for name in shown)
     body = ""
     for cells, is_median in table_rows(runs):
         row = "".join(f"<td>{html.escape(cells[name])}</td>" for name in shown)

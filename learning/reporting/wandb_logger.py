@@ -57,8 +57,7 @@ class WandbLogger(Reporter):
         self._thread: threading.Thread | None = None
 
     def begin(self, folder: Path, config: dict[str, Any]) -> None:
-        scheme, algorithm = (config.get(one, {}).get("_target_", "") for one in ("weight_sync", "algorithm"))
-        kinds = [one.rpartition(".")[2] for one in (scheme, algorithm)]
+        kinds = [config.get(one, {}).get("_target_", "").rpartition(".")[2] for one in ("weight_sync", "algorithm")]
         env = config.get("env", {}).get("id", "")
         self._init = {"dir": str(folder), "config": config, "entity": self.entity, "id": self.id, "job_type": "train"}
         for name, given, variable, default in (
@@ -73,8 +72,8 @@ class WandbLogger(Reporter):
 
     def update(self, row: Row) -> None:
         if self._thread is not None and self._thread.is_alive():
-            workers = {f"{one['model']}/{one['worker']}": one for one in ledger()}
-            self._rows.put({**row.as_dict(), "ledger": workers, "_timestamp": time.time()})
+            behind = {f"{one['model']}/{one['worker']}/behind": one["behind"] for one in ledger()}
+            self._rows.put({**row.as_dict(), "ledger": behind, "_timestamp": time.time()})
 
     def finish(self, summary: dict[str, Any]) -> None:
         self._summary = summary
