@@ -72,8 +72,8 @@ class WandbLogger(Reporter):
 
     def update(self, row: Row) -> None:
         if self._thread is not None and self._thread.is_alive():
-            behind = {f"{one['model']}/{one['worker']}/behind": one["behind"] for one in ledger()}
-            self._rows.put({**row.as_dict(), "ledger": behind, "_timestamp": time.time()})
+            workers = {f"{one['model']}/{one['worker']}": one for one in ledger()}
+            self._rows.put({**row.as_dict(), "ledger": workers, "_timestamp": time.time()})
 
     def finish(self, summary: dict[str, Any]) -> None:
         self._summary = summary

@@ -27,7 +27,7 @@ from learning.reporting.plots import learning_curve, sweep_latency, sweep_return
 from learning.reporting.sweep import groups, read_runs, report, table_rows
 from learning.reporting.wandb_logger import WandbLogger
 from learning.summary import summarise
-from wsync import SyncMetrics, SyncReport
+from wsync import SharedMemWeightSyncScheme, SyncMetrics, SyncReport
 
 PHASES = {"extract": 1.0, "pack": 2.0, "transfer": 3.0, "wait": 4.0, "apply": 5.0, "acknowledge": 6.0}
 
@@ -154,12 +154,14 @@ def test_57_12_a_run_for_wandb_has_names_true_times_and_the_pictures(
     wandb.teardown()  # it has read the environment of before
     logger, files = WandbLogger(mode="offline", close_within=120.0, start_after=1e3), RunFiles()
     config = {"env": {"id": "CartPole-v1"}, "algorithm": {"_target_": "learning.PPO"}}
-    rows = ({"model": "policy", "worker": 0, "behind": n} for n in (3, 4))
-    monkeypatch.setattr("learning.reporting.wandb_logger.ledger", lambda: [next(rows)])
-    for one in (files, logger):
-        one.begin(tmp_path, config)
-        for n in (1, 2):
-            one.update(row(n))
+    with SharedMemWeightSyncScheme() as scheme:
+        scheme.init_in_process("policy", torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+        for one in (files, logger):
+            one.begin(tmp_path, config)
+            for n in (1, 2):
+                one.update(row(n))
+                scheme.send()
+                scheme.model(torch.zeros(1))
     logged = time.time()
     for one in (files, logger):
         one.finish(summary())
@@ -171,7 +173,7 @@ def test_57_12_a_run_for_wandb_has_names_true_times_and_the_pictures(
     names += " episode_return_mean_100 loss_policy learning_curve mine"
     for text in (tmp_path.name, "CartPole-v1 PPO", *names.split()):
         assert text.encode() in written
-    assert {*re.findall(rb"ledger/policy/0/behind.{1,4}?(\d+)", written, re.DOTALL)} == {b"3", b"4"}  # each as it was
+    assert {*re.findall(rb"ledger/policy/0/sent.{1,4}?(\d+)", written, re.DOTALL)} == {b"3", b"4"}  # each as it was
     times = {float(found) for found in re.findall(rb"_timestamp.{1,4}?(\d\.\d+e\+09)", written, re.DOTALL)}
     assert len([one for one in times if one <= logged]) == 2
 
