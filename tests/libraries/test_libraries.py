@@ -22,9 +22,7 @@ import wsync
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {
-    "sb3": ("stable_baselines3", r"version (\d+): return"),
-    "sb3_actors": ("stable_baselines3", r"version (\d+): return"),
-    "sb3_normalized": ("stable_baselines3", r"version (\d+): return"),
+    **dict.fromkeys(("sb3", "sb3_actors", "sb3_normalized"), ("stable_baselines3", r"version (\d+): return")),
     "torchrl_collector": ("torchrl", r"(\d+) frames, of which (?:[89]\d|100)%"),
     "rllib": ("ray.rllib", r"versions \[(\d+), \1\]"),
     "hugging_face": ("accelerate", r"version (\d+): \[0, 1, 2"),
