@@ -10,12 +10,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 import wsync
 from wsync.integrations.transformers import WsyncCallback
 
+torch.set_num_threads(1)  # in both processes: with more, they would wait for each other's cores
+
 CONFIG = GPT2Config(vocab_size=16, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=None)
 
 
 def generate(scheme):
     """Continue the sequence 0, 1, 2 with each newer model, until the trainer shuts down."""
-    torch.set_num_threads(1)
     model = GPT2LMHeadModel(CONFIG).eval()
     scheme.init_on_receiver("model", model=model, worker_idx=0)
     scheme.connect()

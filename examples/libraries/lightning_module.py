@@ -11,6 +11,8 @@ from torch import nn
 import wsync
 from wsync.integrations.lightning import WsyncCallback
 
+torch.set_num_threads(1)  # in both processes: with more, they would wait for each other's cores
+
 
 class Classifier(lightning.LightningModule):
     """Says of points whether they are in the unit circle."""
@@ -34,7 +36,6 @@ def points(count):
 
 def classify(scheme):
     """Count right answers with each newer version, until the trainer shuts down."""
-    torch.set_num_threads(1)
     model, (inputs, inside) = Classifier().model, points(1000)
     scheme.init_on_receiver("model", model=model, worker_idx=0)
     scheme.connect()

@@ -11,10 +11,11 @@ from torch import multiprocessing as mp
 import wsync
 from wsync.integrations.stable_baselines3 import WsyncCallback
 
+torch.set_num_threads(1)  # in both processes: with more, they would wait for each other's cores
+
 
 def play(scheme):
     """Play episodes with the most likely actions, until the trainer shuts down."""
-    torch.set_num_threads(1)
     env = gymnasium.make("CartPole-v1")
     policy = PPO("MlpPolicy", env, device="cpu").policy
     scheme.init_on_receiver("policy", model=policy, worker_idx=0)

@@ -11,13 +11,14 @@ from torch import multiprocessing as mp
 
 import wsync
 
+torch.set_num_threads(1)  # in each process: with more, they would wait for each other's cores
+
 ENV, WORKERS, ENVS, STEPS = "CartPole-v1", 2, 8, 64
 FIELDS = ["observations", "actions", "rewards", "returns", "episode_starts", "values", "log_probs", "advantages"]
 
 
 def collect(scheme, index, pipe):
     """Collect a rollout, as PPO does it, whenever the trainer asks."""
-    torch.set_num_threads(1)
     model = PPO("MlpPolicy", make_vec_env(ENV, ENVS, seed=index * ENVS), n_steps=STEPS, gamma=0.98, device="cpu")
     scheme.init_on_receiver("policy", model=model.policy, worker_idx=index)
     scheme.connect()

@@ -15,6 +15,8 @@ from torch import nn
 import wsync
 from wsync.integrations.stable_baselines3 import WsyncCallback
 
+torch.set_num_threads(1)  # in both processes: with more, they would wait for each other's cores
+
 
 class NormalizedPolicy(nn.Module):
     """A policy, and the statistics of the observations as buffers: they travel with its weights."""
@@ -38,7 +40,6 @@ class NormalizedPolicy(nn.Module):
 
 def play(scheme):
     """Play episodes with the newest policy, until the trainer shuts down."""
-    torch.set_num_threads(1)
     raw = make_vec_env("CartPole-v1")
     env = VecNormalize(raw, training=False)  # only normalises, by the trainer's statistics
     model = NormalizedPolicy(PPO("MlpPolicy", env, device="cpu").policy, env)
