@@ -77,7 +77,7 @@ def table_of(rows: list[dict[str, Any]]) -> Any:
     table = Table(*columns, box=None, header_style="dim", expand=True)
     for row in rows:
         row["since"] = row["sent_at"] and f"{row.get('now', time.time()) - row['sent_at']:.0f} s"
-        if row["used"] is False:
+        if row["used"] == 0:
             row["error"] = row["error"] or "no call has entered its gate"
         doubt = "yellow" if row["error"] or (row["behind"] or 0) > 1 else None
         style = "bold red" if row["state"] in ("dead", "never connected") else doubt

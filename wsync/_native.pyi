@@ -136,7 +136,7 @@ class WorkerWords:
         hold: whether that slot is needed between forwards as well.
         fulfilled: the serial number of the requirements that are known to be met.
         announced_at: when the control thread saw the next version, on ``time.perf_counter``; 0.0 if it did not.
-        used_at: when a forward had first used what is installed, on ``time.perf_counter``; 0.0 if none had.
+        used, used_at: the version that forwards have used last, and when first, on ``time.perf_counter``.
         receiver: its ``poll_update`` and ``leaving_gate`` do what this object does not.
     """
 
@@ -146,6 +146,7 @@ class WorkerWords:
     hold: bool
     fulfilled: int
     announced_at: float
+    used: int
     used_at: float
     receiver: Any
     def __init__(

@@ -66,7 +66,6 @@ class Gate:
         # Inside the gate, the model that was called from outside; None for ``gate()`` and ``gated()``; ``NO_FORWARD``
         # for a thread that only installs: hooks raise no errors that are meant for a forward.
         self.subject: object = None
-        self.used = False  # by any forward, ``gate()`` or ``receive`` of this process
         self._lock = threading.RLock()  # guards the models of this process, and all attributes here
         self._depth = 0  # above 0 while a thread is inside: the nesting of `hold`
         self._wanted = False  # something has arrived: it is looked for when the gate is left
@@ -81,8 +80,6 @@ class Gate:
                 if self._depth:
                     return function(*args, **kwargs)
                 self.subject, self._depth = model, 1
-                if model is not NO_FORWARD:
-                    self.used = True
                 try:
                     for hook in self.hooks:
                         if hook.poll_update():
@@ -138,7 +135,7 @@ class Gate:
                 if depth and self._task is not None and task is not self._task:
                     raise RuntimeError("wsync.gate() is held across an await by another task of this thread")
                 if not depth:
-                    self.subject, self._task, self.used = None, task, True
+                    self.subject, self._task = None, task
                 self._depth = depth + 1
                 try:
                     if not depth:

@@ -214,8 +214,8 @@ class InProcess(Outlet, Inbox):
         return *self._cost, 0
 
     def seen(self, worker: int, version: int) -> dict[str, Any]:
-        row = {"where": f"pid {os.getpid()}", "installed": self._receiver.version}
-        return row | {"used": process_gate().used, "used_at": self._receiver.used_at}
+        used, at = self._receiver.used
+        return {"where": f"pid {os.getpid()}", "installed": self._receiver.version, "used": used, "used_at": at}
 
     def verify(self, digests: Mapping[int, dict[str, int]], deadline: float | None) -> Mapping[int, Cause]:
         error = process_gate().call_without_forward(error_of, self._receiver.verify, digests[0])

@@ -71,7 +71,7 @@ class Receiver:
         self.inbox: Inbox = Inbox()  # what has its updates; set by the connection
         self.sender = ""  # identifies the sender of the present connection
         self.worker_idx, self._version = -1, 0
-        self._used_at = 0.0  # as ``used_at``, on ``time.perf_counter``
+        self._used = 0, 0.0  # as ``used``, on ``time.perf_counter``
         self.announced_at = 0.0  # when the control thread has seen the newest update, if that came by a connection
         self.bind, self.on_request, self._gate = bind, on_request, gate
         self._strategy = strategy
@@ -118,8 +118,8 @@ class Receiver:
 
     def leaving_gate(self, forward: bool) -> None:
         """A thread leaves the gate; ``forward``: after a forward."""
-        if forward and not self._used_at:
-            self._used_at = time.perf_counter()
+        if forward and self._used[0] != self.version:
+            self._used = self.version, time.perf_counter()
         self.inbox.leave()
         self._answer()
 
@@ -173,7 +173,6 @@ class Receiver:
             self._break_if_unusable(update, error)
         else:
             self._version, self._bound, self._broken = update.version, update.buffer, None
-            self._used_at = 0.0
             self._failed_version = 0  # a store's next trainer may begin below it
         self.inbox.settled(update, error)
         self._answer()
@@ -340,7 +339,7 @@ class Receiver:
         """Begin anew; other models are never without what they require of this one. Called inside the gate."""
         self._detach()
         self.worker_idx, self._version, self._returned, self._failed_version = worker_idx, 0, 0, 0
-        self._passing, self._passed, self._in_order = None, 0, asyncio.Lock()
+        self._passing, self._passed, self._in_order, self._used = None, 0, asyncio.Lock(), (0, 0.0)
         self._end_returned, self.phase = False, "open"
         if self.destination.module is not None and self._gate is not False:
             gate_model(self.destination.module, None if self._gate is True else self._gate)
@@ -368,7 +367,7 @@ class Receiver:
     def _detach(self) -> None:
         process_gate().detach(self._hook)
         newest = max(self.version, self.inbox.newest)
-        unseen = not process_gate().used or (self.version == self._first < newest - 1)
+        unseen = not self.used[0] or (self.version == self._first < newest - 1)
         if newest > self._first and unseen and self.destination.module is not None and self._gate:
             warnings.warn(
                 f"worker {self.worker_idx}: updates up to version {newest} of '{self.model_id}' came, and its model "
@@ -402,11 +401,11 @@ class Receiver:
         return self._version if words is None else max(words.version, self._version)
 
     @property
-    def used_at(self) -> float | None:
-        """When a forward has first used the version that the model has, in Unix seconds; None: none has yet."""
+    def used(self) -> tuple[int, float]:
+        """The version that a forward, ``receive`` or ``pull`` has used last (0: none), and since when (Unix time)."""
         words = self.inbox.words
-        at = self._used_at if words is None else words.used_at
-        return time.time() - time.perf_counter() + at if at else None
+        version, at = self._used if words is None else (words.used, words.used_at)
+        return version, time.time() - time.perf_counter() + at
 
     @property
     def _tried(self) -> int:
@@ -441,7 +440,7 @@ class Receiver:
             if self._broken:
                 raise self._broken()
             taken, self._returned = take(), self.version
-            self._hook.leaving_gate(True)  # the caller uses them
+            self._hook.leaving_gate(True)  # the caller uses what it gets
             return taken
 
         taken = self._wait(deadline, attempt)
@@ -493,6 +492,7 @@ class Receiver:
         if self.closed and self.version <= self._returned:
             raise self._ended_error()
         self._returned = self.version
+        self._hook.leaving_gate(True)  # the caller uses it
         return self.version
 
     def _require_outside(self, call: str) -> None:
@@ -503,7 +503,6 @@ class Receiver:
     def _has_begun(self, call: str, timeout: float | None) -> bool:
         """Wait until ``connect_in_thread`` has connected; return whether it has. NotConnected: nothing connects."""
         self._require_outside(call)
-        process_gate().used = True
         if self._connecting is not None:
             if not wait([self._connecting], timeout).done:
                 return False

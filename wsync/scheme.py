@@ -466,8 +466,8 @@ class WeightSyncScheme:
         ``model``, ``scheme``, ``worker``; ``where``: its process, address or URL; ``state``: "alive", "dead", "never
         connected", "not known"; ``sent``, ``sent_at``: the newest version for it, in Unix seconds; ``installed``,
         ``installed_at``: what it has, and when all were known to have that; ``behind``: by how many versions;
-        ``verified``, ``digest``, ``used``, ``used_at``: what ``verify`` has found, whether the worker had ever used its
-        gate then, and when a forward had first used what was installed, by the worker's clock;
+        ``verified``, ``digest``: what ``verify`` has found; ``used``, ``used_at``: the version that a forward,
+        ``receive`` or ``pull`` had used last then (0: none), and when first, by the worker's clock;
         ``error``: why it is dead, or lacks a version.
         """
         rows = self._as_sender("ledger").ledger()

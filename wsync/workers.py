@@ -359,8 +359,8 @@ class Workers(Outlet):
         session, by_words = member.session, arena if member.block >= 0 else None
         installed = session.reported.installed if by_words is None else by_words.installed(member.block)
         refused, why = session.refused
-        row |= {"where": member.where, "installed": installed, "used": session.verified.used}
-        row["used_at"] = session.verified.used_at
+        used, used_at = session.verified.used or (None, None)
+        row |= {"where": member.where, "installed": installed, "used": used, "used_at": used_at}
         return {**row, "error": why if refused > installed else ""}
 
     def reserve(self, deadline: float | None) -> Buffer:

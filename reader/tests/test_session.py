@@ -52,7 +52,7 @@ def test_a_finished_send_is_what_the_next_block_has(trainer: Trainer, scheme: st
                     name: one for name, one in sent.items() if name != "0.weight"
                 }
         row = trainer.do("[dict(row, where=None) for row in scheme.verify()][0]")
-        assert (row["installed"], row["state"], row["used"], row["error"]) == (11, "alive", True, "")
+        assert (row["installed"], row["state"], row["used"], row["error"]) == (11, "alive", 11, "")
         trainer.begin("fill(made, 5)\nscheme.verify()")
         assert "with other values, or none, of '" in trainer.error()
         trainer.do("scheme.shutdown()")

@@ -29,7 +29,8 @@ class Reader(AbstractContextManager["Reader"]):
         self.where, self.worker, self.sender = where, worker, ""
         self.newest: Weights | None = None
         self.finished = self.closed = False
-        self.used, self.wanted = False, 0  # whether weights were asked for; threads that wait for a version
+        self.used = 0, 0.0  # the version that was given out last, and when first, in Unix seconds
+        self.wanted = 0  # threads that wait for a version
         self.stop, self._staged = threading.Event(), list[Weights]()
         self._returned: Weights | None = None
         self._trouble: Exception | None = None
@@ -120,7 +121,7 @@ class Reader(AbstractContextManager["Reader"]):
         time is over (without a timeout, at once), the trainer or store is not reached; or a shutdown was told before.
         """
         with lock:
-            self.wanted, self.used, had = self.wanted + 1, True, self._returned
+            self.wanted, had = self.wanted + 1, self._returned
             self.wake()
             try:
                 lock.wait_for(lambda: self.newest is not had or self.closed or (self._trouble and not timeout), timeout)
@@ -128,12 +129,18 @@ class Reader(AbstractContextManager["Reader"]):
                 self.wanted -= 1
             if self.newest is not had:
                 self._returned = self.newest
+                self.mark_used()
                 return self.newest
             if self._end_returned or (self._trouble is not None and not self.closed):
                 why = self.error or "the trainer (or this end) has shut down"
                 raise NotConnected(f"version {self.version} is kept, no newer one comes: {why}") from self._trouble
             self._end_returned = self.closed
             return None
+
+    def mark_used(self) -> None:
+        """Note that the newest version is given out. Called with the lock."""
+        if self.used[0] != self.version:
+            self.used = self.version, time.time()
 
     @property
     def _is_ready(self) -> bool:
@@ -166,7 +173,7 @@ def gate(*readers: Reader) -> Iterator[tuple[Weights, ...]]:
     with lock:
         found = [reader.newest for reader in readers if reader.newest is not None]
         for reader in readers:
-            reader.used = True
+            reader.mark_used()
     if len(found) < len(readers):
         raise NotConnected(f"there is no version yet of {' or '.join(reader.where for reader in readers)}")
     yield tuple(found)

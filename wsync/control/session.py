@@ -425,7 +425,7 @@ class SessionInbox(Inbox):
 
     def _verify(self, question: wire.Verify) -> None:
         error = last_line(error_of(self._owner.verify, question.digests))
-        self._answers.append(wire.Fits(error, question.number, process_gate().used, self._owner.used_at))
+        self._answers.append(wire.Fits(error, question.number, self._owner.used))
         self._report_soon()
 
     def _report_soon(self) -> None:

@@ -96,8 +96,7 @@ class Fits(Message, frozen=True, tag=True):
 
     error: str = ""
     verify: int = 0  # the number of that question
-    used: bool | None = None  # with it: whether the gate of the worker's process was ever used
-    used_at: float | None = None  # and when a forward has first used what is installed, in Unix seconds
+    used: tuple[int, float] | None = None  # with it: the version that was used last, and when first, in Unix seconds
 
 
 class State(Message, frozen=True, tag=True):

@@ -10,7 +10,7 @@ typedef struct {
     Record *records;
     int signal;                             /* the trainer's eventfd, which this end rings */
     char binds, hold;                       /* these, and the rest: see _native.pyi */
-    long long version, failed_version, bound_slot, fulfilled;
+    long long version, failed_version, bound_slot, used, fulfilled;
     double announced_at, used_at;
     PyObject *receiver, *installer, *plans; /* `installer` is NULL while the receiver does everything */
 } WorkerWords;
@@ -201,7 +201,7 @@ static int install(WorkerWords *self, PyObject *installer)
         return -1;
     if (self->block) { /* not closed during a large copy */
         double wait = self->announced_at > 0 && self->announced_at < started ? started - self->announced_at : 0;
-        self->version = version_in(word), self->announced_at = self->used_at = 0;
+        self->version = version_in(word), self->announced_at = 0;
         if (self->binds)
             self->bound_slot = slot_in(word);
         else
@@ -226,8 +226,8 @@ static PyObject *WorkerWords_poll_update(WorkerWords *self, PyObject *Py_UNUSED(
 
 static PyObject *WorkerWords_leaving_gate(WorkerWords *self, PyObject *forward)
 {
-    if (forward == Py_True && !self->used_at)
-        self->used_at = now();
+    if (forward == Py_True && self->used != self->version)
+        self->used = self->version, self->used_at = now();
     if (self->receiver && !(self->installer && self->block))
         return PyObject_CallMethodOneArg(self->receiver, names.leaving_gate, forward);
     if (self->block)
@@ -242,7 +242,8 @@ static PyMemberDef WorkerWords_members[] = {
     {"hold", T_BOOL, offsetof(WorkerWords, hold), 0, NULL},
     {"fulfilled", T_LONGLONG, offsetof(WorkerWords, fulfilled), 0, NULL},
     {"announced_at", T_DOUBLE, offsetof(WorkerWords, announced_at), 0, NULL},
-    {"used_at", T_DOUBLE, offsetof(WorkerWords, used_at), 0, NULL},
+    {"used", T_LONGLONG, offsetof(WorkerWords, used), READONLY, NULL},
+    {"used_at", T_DOUBLE, offsetof(WorkerWords, used_at), READONLY, NULL},
     {"receiver", T_OBJECT, offsetof(WorkerWords, receiver), 0, NULL},
     {NULL},
 };

@@ -392,7 +392,7 @@ class ArenaInbox(Inbox):
         else:
             slot = update.buffer.slot
             words.fulfilled = self._slots.words[self._slots.record(slot) + _SERIAL]
-            words.version, words.announced_at, words.used_at = update.version, 0.0, 0.0
+            words.version, words.announced_at = update.version, 0.0
             if self.binds:
                 words.bound_slot = slot
             self._set_usual()
