@@ -439,8 +439,9 @@ class Receiver:
                 return None
             if self._broken:
                 raise self._broken()
-            taken, self._returned = take(), self.version
-            self._hook.leaving_gate(True)  # the caller uses what it gets
+            taken = take()
+            self._hook.leaving_gate(True)  # the caller uses them
+            self._returned = self.version
             return taken
 
         taken = self._wait(deadline, attempt)
@@ -491,8 +492,8 @@ class Receiver:
             )
         if self.closed and self.version <= self._returned:
             raise self._ended_error()
-        self._returned = self.version
         self._hook.leaving_gate(True)  # the caller uses it
+        self._returned = self.version
         return self.version
 
     def _require_outside(self, call: str) -> None:

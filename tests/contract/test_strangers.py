@@ -539,10 +539,10 @@ def receive_under_signals(state: WorkerState, last: int) -> int:
     finished = False
     while not finished:
         with suppress(TimeoutError, wsync.WeightSyncError):
+            finished = scheme.version >= last and struck >= 10
             scheme.receive(0.1)
             with wsync.gate():
                 pass
-            finished = scheme.version >= last and struck >= 10
     signal.setitimer(signal.ITIMER_REAL, 0)
     return struck
 
