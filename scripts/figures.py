@@ -113,10 +113,10 @@ BENCHMARKS = (
     ),
     Benchmark(
         "returns",
-        "Training: HalfCheetah, beside Stable-Baselines3",
-        "The same settings on both sides, 100,000 frames. Two seeds compare the times. They do not compare returns, "
+        "Training: HalfCheetah, beside Stable-Baselines3 and SBX",
+        "The same settings on all sides, 100,000 frames. Two seeds compare the times. They do not compare returns, "
         "which differ by hundreds from seed to seed: see [Performance](performance.md#collection-and-training).",
-        "scripts/bench_returns.py --seeds 2",
+        "scripts/bench_returns.py --seeds 2 --sbx",
     ),
 )
 _PROGRESS = re.compile(r"→|(send|update) .*: p50 |.*, seed \d+: |A\.L\.E|\[Powered")  # or known from the table
