@@ -405,7 +405,7 @@ class Receiver:
         """The version that a forward, ``receive`` or ``pull`` has used last (0: none), and since when (Unix time)."""
         words = self.inbox.words
         version, at = self._used if words is None else (words.used, words.used_at)
-        return version, time.time() - time.perf_counter() + at
+        return version, time.time() - time.perf_counter() + at if version else 0.0
 
     @property
     def _tried(self) -> int:

@@ -96,7 +96,7 @@ class Fits(Message, frozen=True, tag=True):
 
     error: str = ""
     verify: int = 0  # the number of that question
-    used: tuple[int, float] | None = None  # with it: the version that was used last, and when first, in Unix seconds
+    used: tuple[_Version, Annotated[float, Meta(ge=0)]] | None = None  # with it: what was used last, since (Unix time)
 
 
 class State(Message, frozen=True, tag=True):
