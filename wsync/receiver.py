@@ -368,7 +368,7 @@ class Receiver:
         process_gate().detach(self._hook)
         newest = max(self.version, self.inbox.newest)
         unseen = not self.used[0] or (self.version == self._first < newest - 1)
-        if newest > self._first and unseen and self.destination.module is not None and self._gate:
+        if newest > max(self._first, 1) and unseen and self.destination.module is not None and self._gate:
             warnings.warn(
                 f"worker {self.worker_idx}: updates up to version {newest} of '{self.model_id}' came, and its model "
                 "was not called through the gate since, where they are installed between two forwards. What bypasses "
