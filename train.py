@@ -185,6 +185,9 @@ def main(composed: DictConfig) -> float:
         # Given NaN, Optuna's sweeper ends with an error of its own, also where failed runs are allowed.
         if not status and math.isnan(objective) and swept and run.runtime.choices["hydra/sweeper"] != "basic":
             raise ConfigError(f"objective={composed.objective} is null: the run has no figure for the sweeper")
+    except KeyboardInterrupt:  # the second one: `run_hydra` ends the process without exit handlers
+        shutil.rmtree(util.get_temp_dir(), ignore_errors=True)  # of the fork server
+        raise
     except Exception as error:  # of any class; raised again, or in one line
         message = describe_error(error)
         if swept:  # Hydra goes on with the other runs, and raises only the first error, at the end
