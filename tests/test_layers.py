@@ -59,6 +59,7 @@ def offences(paths: list[Path], *banned: str) -> list[str]:
 
 RULES: dict[str, tuple[list[Path], tuple[str, ...]]] = {
     "wsync imports nothing of the rest": (files("wsync"), ("collectors", "learning", "scripts", "train", "tests")),
+    "the command wsync starts without PyTorch": ([ROOT / "wsync_status.py"], (*PACKAGES, "torch")),
     "collectors do not know learning": (files("collectors"), ("learning", "scripts", "train", "tests")),
     "no product imports tests or scripts": (product(), ("tests", "scripts")),
     "only what shows or reads configs imports hydra": (

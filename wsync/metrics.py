@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
 
 _KEPT = 10_000  # of the newest updates, for percentiles
-LEDGER = "ledger.json"
-"""The file in a run's folder that has its rows."""
 senders = WeakValueDictionary[int, Any]()  # the schemes of this process that send, by id
 _COPIES, _LARGEST_COPY = 15, 64 << 20  # of the plain copy: how many are timed, bytes
 

@@ -16,10 +16,10 @@ import yaml
 
 from learning.progress import Row
 from learning.reporting import Reporter
-from wsync.metrics import LEDGER, ledger
+from wsync.metrics import ledger
+from wsync_status import LEDGER
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
-_LEDGER_INTERVAL = 2.0  # seconds between two writes
 
 
 class FolderError(OSError):
@@ -129,7 +129,7 @@ class RunFiles(Reporter):
         with file_errors(self._folder / METRICS), open(self._folder / METRICS, "a", encoding="utf-8") as file:
             file.write(to_json(row.as_dict()) + "\n")
         if time.monotonic() > self._next_ledger:
-            self._next_ledger = time.monotonic() + _LEDGER_INTERVAL
+            self._next_ledger = time.monotonic() + 2.0  # seconds
             trainer = {"trainer": f"{os.uname().nodename}:{os.getpid()}"}
             replace_file(self._folder / LEDGER, to_json([row | trainer for row in ledger()]).encode())
 

@@ -122,7 +122,8 @@ def test_two_runs_in_one_store_are_seen(tmp_path: Path) -> None:
 
 
 def status(source: str | Path) -> subprocess.CompletedProcess[str]:
-    return run_program(Path(wsync.__file__).with_name("__main__.py"), "status", str(source), folder=Path(), status=None)
+    program = Path(wsync.__file__).parents[1] / "wsync_status.py"
+    return run_program(program, "status", str(source), folder=Path(), status=None)
 
 
 def test_the_rows_are_served_and_shown(tmp_path: Path) -> None:

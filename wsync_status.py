@@ -1,4 +1,7 @@
-"""``wsync status``: which version each worker has, in a terminal, as long as it runs; in a pipe, once."""
+"""``wsync status``: which version each worker has, in a terminal, as long as it runs; in a pipe, once.
+
+It is beside the package, and imports nothing of it: importing PyTorch would take seconds.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
-from wsync.errors import missing_extra
-from wsync.metrics import LEDGER
-
+LEDGER = "ledger.json"
+"""The file in a run's folder that has its rows."""
 _USAGE = "usage: wsync status [HOST:PORT of wsync.serve_metrics | a run's folder; the newest one in outputs/]"
 _COLUMNS = ("model", "worker", "where", "state", "sent", "installed", "behind", "since", "verified", "error")
 
@@ -27,7 +29,7 @@ def main() -> None:
         from rich.console import Console
         from rich.live import Live
     except ModuleNotFoundError as error:
-        raise missing_extra(error, "metrics") from error
+        sys.exit(f"wsync status: {error.name} is not installed: pip install -e '.[metrics]' in a clone of wsync")
     console = Console(width=None if sys.stdout.isatty() else 200)
     try:
         table = table_of(read(*sys.argv[2:]))
