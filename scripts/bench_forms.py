@@ -70,9 +70,7 @@ def forms(model: RevealingModel) -> dict[str, Callable[[], Any]]:
 def measure(scheme: wsync.WeightSyncScheme, given: str) -> list[Times]:
     """Return the seconds of each form's calls in blocks, those to make its argument, and those of its calls in turn.
 
-    Args:
-        scheme: a new one.
-        given: what the scheme is initialised with, ``"model"`` or ``"weights"``.
+    ``given`` is what the new ``scheme`` is initialised with: ``"model"`` or ``"weights"``.
     """
     model = RevealingModel(MIB, TENSORS)
     source: Any = model if given == "model" else parameters(model)

@@ -44,14 +44,7 @@ MakeScheme = Callable[[], wsync.WeightSyncScheme]
 
 @dataclass
 class Tally:
-    """Counts of what workers have seen: forwards, and different versions, summed over workers.
-
-    Attributes:
-        mixed, backwards, stale: forwards that broke a promise; see the head of this file.
-        updates: number of sends.
-        example: description of the first forward that broke a promise.
-        latest: by worker, the newest version that it has seen.
-    """
+    """Counts of what workers have seen; ``example`` is the first forward that broke a promise."""
 
     forwards: int = 0
     versions: int = 0
@@ -61,7 +54,7 @@ class Tally:
     updates: int = 0
     seconds: float = 0.0
     example: str = ""
-    latest: dict[int, float] = field(default_factory=dict)
+    latest: dict[int, float] = field(default_factory=dict)  # by worker, the newest version that it has seen
 
     def count(self, low: float, high: float, floor: float, worker: int) -> None:
         """Count one forward of ``worker`` that began when ``floor`` was the newest version that had been sent."""

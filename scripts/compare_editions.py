@@ -67,11 +67,7 @@ def cells_of(subject: str) -> list[str]:
 
 
 def measure(subject: str, cells: list[str]) -> dict[str, float]:
-    """Return the time in µs of each of ``cells``, which are of one subject.
-
-    Raises:
-        RuntimeError: a worker saw other weights than those of the update.
-    """
+    """Return the µs of each of ``cells``, which are of one subject; RuntimeError: a worker saw other weights."""
     from harness.sides import Case, collecting, standalone, workers_of
 
     kind, _, name = subject.partition(" ")
@@ -89,11 +85,7 @@ def measure(subject: str, cells: list[str]) -> dict[str, float]:
 
 
 def p50(side: Any, calls: int) -> float:
-    """Return the median µs of up to ``calls`` calls, and at least five.
-
-    Raises:
-        RuntimeError: a worker saw other weights.
-    """
+    """Return the median µs of up to ``calls`` calls, and at least five; RuntimeError: a worker saw other weights."""
     rounds = [*side.rounds(5, 600.0), *side.rounds(calls - 5, SECONDS)]
     if wrong := [one.wrong for one in rounds if one.wrong]:
         raise RuntimeError(wrong[0])

@@ -122,11 +122,7 @@ def _summary(documented: Any) -> str:
 def _settings(group: str, node: Any, path: Path, skip: Collection[Any] = ()) -> Iterator[str]:
     """Yield a config's table: name, type, default, and what its comment, docstring, or that of its target, says.
 
-    Args:
-        group: the group of the config; empty for settings of the run.
-        node: a structured config, or a dictionary.
-        path: the path of the option's file in ``conf/``, if there is one: its values are the defaults.
-        skip: names that are left out.
+    ``path``: the option's file in ``conf/``, whose values are the defaults. ``skip``: names that are left out.
     """
     config = node if isinstance(node, DictConfig) else OmegaConf.structured(node)
     given = OmegaConf.load(path) if path.is_file() else OmegaConf.create()

@@ -36,21 +36,13 @@ WIDTH = 150  # columns of the tables
 
 @dataclass(frozen=True)
 class Benchmark:
-    """One section of the page.
+    """One section of the page."""
 
-    Attributes:
-        name: for ``--only``.
-        title: the heading.
-        text: what is measured, and how to read it.
-        command: what is run.
-        picture: the file in the folder of its run that is shown, which ``out=`` names; empty for none.
-    """
-
-    name: str
+    name: str  # for --only
     title: str
     text: str
     command: str
-    picture: str = ""
+    picture: str = ""  # the file in the folder of its run that is shown, which ``out=`` names
 
 
 BENCHMARKS = (

@@ -62,11 +62,7 @@ def collector_class(backend: str, sync: bool = True) -> Callable[..., Any]:
 
 
 def check(chosen: Collection[str], known: Collection[str]) -> None:
-    """Check names that a user has given.
-
-    Raises:
-        typer.BadParameter: a name is not ``known``.
-    """
+    """Check names that a user has given; BadParameter: one is not ``known``."""
     if unknown := [name for name in chosen if name not in known]:
         raise typer.BadParameter(f"unknown backend {', '.join(unknown)}: choose from {', '.join(known)}")
 

@@ -27,19 +27,9 @@ def fill(module: nn.Module, value: float) -> None:
 
 
 class RevealingModel(nn.Module):
-    """Parameters of one size, and a forward that returns their extremes.
+    """Parameters of one size, ``mib`` MiB together, and a forward that returns the extremes of all weights."""
 
-    Args:
-        mib: MiB of all parameters together.
-        tensors: number of parameters.
-        value: initial value of all parameters.
-        buffer: whether there is a buffer as well, which is revealed, too.
-
-    Attributes:
-        idle: whether a forward returns at once, to measure what a call costs.
-    """
-
-    idle = False
+    idle = False  # a forward returns at once, to measure what a call costs
 
     def __init__(self, mib: float, tensors: int = 8, value: float = 1.0, *, buffer: bool = False) -> None:
         super().__init__()

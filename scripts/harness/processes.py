@@ -24,12 +24,7 @@ class WorkerError(Exception):
 
 
 class WorkerPipes:
-    """The pipes to all workers.
-
-    Args:
-        pipes: by worker index.
-        timeout: seconds in which each worker has to answer.
-    """
+    """The pipes to all workers, by index; each worker has to answer within ``timeout`` seconds."""
 
     def __init__(self, pipes: list[Connection], timeout: float) -> None:
         self.pipes = pipes
@@ -41,11 +36,7 @@ class WorkerPipes:
             channel.send(message)
 
     def receive(self) -> list[Any]:
-        """Return one message of each worker, by index.
-
-        Raises:
-            WorkerError: a worker has ended, or did not answer in time.
-        """
+        """Return one message of each worker, by index; WorkerError: one has ended, or did not answer in time."""
         deadline, answers = time.monotonic() + self._timeout, []
         for worker, channel in enumerate(self.pipes):
             try:

@@ -34,21 +34,9 @@ _WARM = 5  # first rounds of a side, which do not count
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """What is measured: the backend, MiB of all weights together, options of our scheme and what those are called."""
 
-    Attributes:
-        kind: ``"send"`` of a standalone scheme, or a collector's ``"update"``.
-        backend: name of the backend.
-        mib: MiB of all weights together.
-        tensors: number of tensors.
-        workers: number of workers.
-        options: of our scheme.
-        variant: what the options are called.
-        device: where the trainer's model is.
-        worker_device: where the workers' models are.
-    """
-
-    kind: str
+    kind: str  # "send" of a standalone scheme, or a collector's "update"
     backend: str
     mib: float
     tensors: int
@@ -80,27 +68,17 @@ class Round:
 
 @dataclass
 class Side:
-    """One implementation in a case.
+    """One implementation in a case."""
 
-    Attributes:
-        model: the trainer's.
-        send: updates the workers with ``model``: the call that is timed.
-        look: returns the smallest and the largest weight that forwards use from now on; called after each ``send``.
-        value: that of all weights of the newest update.
-    """
-
-    model: nn.Module
-    send: Callable[[], object]
-    look: Callable[[], list[list[float]]]
-    value: int = 0
+    model: nn.Module  # the trainer's
+    send: Callable[[], object]  # updates the workers with it: the call that is timed
+    look: Callable[[], list[list[float]]]  # after each `send`: the extremes of the weights that forwards use then
+    value: int = 0  # of all weights of the newest update
 
     def rounds(self, count: int, seconds: float, copied: int = 0) -> list[Round]:
         """Make up to ``count`` rounds, none after ``seconds``; the first call makes some more, which do not count.
 
-        Args:
-            count: as many rounds.
-            seconds: after which none begins.
-            copied: bytes of the plain copy; 0 for none.
+        ``copied``: bytes of the plain copy; 0 for none.
         """
         first = not self.value
         source, target = torch.zeros(copied // 4), torch.zeros(copied // 4)
