@@ -210,7 +210,8 @@ def one_line(error: BaseException) -> str:
     lines = [line.strip().rstrip(".") for line in text.splitlines()]
     message = ": ".join(dict.fromkeys(line for line in lines if line and not line.startswith(_NOISE)))
     if key := re.search(r"full_key: (\S+)", text):
-        message = message if key[1] in message else f"{key[1]}: {message}"
+        named = f"{key[1]} has no default: add {key[1]}=…" if "mandatory" in text else f"{key[1]}: {message}"
+        message = message if key[1] in message else named
     if found := re.match(r"Could not override '(.+?)'", text):
         name = found[1]
         if "is not in struct" in text:  # a dictionary without a schema
@@ -219,9 +220,7 @@ def one_line(error: BaseException) -> str:
         if name in settings():
             return f"'{name}' is a setting of another option of {name.partition('.')[0]} than the chosen one"
         return f"no setting is called '{name}'{did_you_mean(name, settings())}"
-    if "override_grammar" in text:
-        return f"this override cannot be read: {message}"
-    return message
+    return f"this override cannot be read: {message}" if "override_grammar" in text else message
 
 
 def _no_such_option(path: str, text: str) -> str:

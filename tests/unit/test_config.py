@@ -426,7 +426,7 @@ def test_a_registered_backend_needs_no_yaml_file(folder: Path, monkeypatch: pyte
         ("weight_sync=mine weight_sync.timeout=soon", "weight_sync.timeout=soon: Value 'soon'"),
         ("weight_sync=mine collector=ray", "collector=ray cannot carry FileScheme: choose collector=multi_async, "),
         ("weight_sync=slip", "Key 'timout' not in 'FileSchemeConfig'"),
-        ("weight_sync=incomplete", "missing mandatory value: folder"),
+        ("weight_sync=incomplete", "weight_sync.folder has no default: add weight_sync.folder=…"),
         ("weight_sync=absent", "weight_sync._target_=no_such_module.FileScheme: there is no module 'no_such_module'"),
         ("weight_sync=empty", "weight_sync is no scheme: name a subclass of WeightSyncScheme"),
         ("weight_sync=unreadable", "unreadable.yaml"),
