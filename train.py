@@ -150,7 +150,11 @@ def train(cfg: TrainConfig, folder: Path) -> tuple[int, float]:
             what = f"the collector and its scheme '{scheme.name}' cannot be set up: "
             raise ConfigError(f"{what if isinstance(error, OSError) else ''}{error}") from error
         collector.set_seed(seed)
-        collector.load_state_dict({"frames": training.progress.frames, "policy_version": training.progress.version})
+        if training.goal.outcome(training.progress) is None:
+            state = {"frames": training.progress.frames, "policy_version": training.progress.version}
+            collector.load_state_dict(state)  # sends the weights again, with the number of their version
+        else:
+            scheme.continue_from(training.progress.version)  # nothing is left to do
         summary = training.run(collector, stop, OmegaConf.to_container(OmegaConf.structured(cfg)))
     return stop.exit_status, objective_of(summary, cfg.objective)
 

@@ -159,7 +159,7 @@ def _update_latencies(rows: Rows, summary: dict[str, Any]) -> list[float]:
 
 def sweep_returns(groups: Groups, env: str, solved_at: float | None) -> Figure:
     """Draw each run's mean return over frames and over wall-clock seconds, a colour for each group of runs."""
-    subtitle = "a line for each run, from its 100th episode; dashed: fewer than 100 episodes ended in it"
+    subtitle = "a line for each run, from its 100th episode; dashed: fewer than 100, or returns like another setting's"
     figure, axes = new_figure(7, 2, f"Return over frames and time{env}", subtitle, height=8 + 0.1 * len(groups))
     for ax, of_row, label in zip(axes, ("frames", "seconds"), ("frames", "seconds from the first step"), strict=True):
         _count_axis(ax)
