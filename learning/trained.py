@@ -114,7 +114,7 @@ class Evaluation(Reporter):
     def update(self, row: Row) -> None:
         if row.frames < self._next:
             return
-        self._next, policy = row.frames + self.every, self.policy()
+        self._next, policy = row.frames - row.frames % self.every + self.every, self.policy()
         with without_side_effects(policy):
             returns = play(self.make_env, policy, self.episodes, sample=False, seed=0, max_frames=100_000)
         mean = sum(returns) / len(returns) if returns else math.nan
