@@ -135,7 +135,9 @@ def run(benchmark: Benchmark, console: Console) -> tuple[str, bool]:
     if done.returncode:
         lines = [f"exit status {done.returncode}", *lines[-10:], *done.stderr.splitlines()[-10:]]
     table = re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n")
-    note = f"`python {shlex.join(benchmark.command.split())}` ({seconds:.0f} s; load before: {load:.1f})"
+    note = (
+        f"`python {shlex.join(benchmark.command.split())}` ({seconds:.0f} s; load before: {load:.1f}; {date.today()})"
+    )
     parts = [f"## {benchmark.title}", benchmark.text, image, note, f"```text\n{table}\n```"]
     return "\n\n".join(filter(None, parts)), done.returncode == 0
 
@@ -145,11 +147,11 @@ def machine() -> str:
     installed = {one.name: one.version for one in metadata.distributions()}
     versions = ", ".join(f"{package} {installed[package]}" for package in PACKAGES if package in installed)
     system = f"Linux {platform.release().split('-')[0]}, Python {platform.python_version()}"
-    return f"{date.today():%Y-%m-%d}, {os.cpu_count()} cores ({platform.machine()}), {system}, {versions}."
+    return f"{os.cpu_count()} cores ({platform.machine()}), {system}, {versions}."
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="A benchmark by name; the page then has no others.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="A benchmark by name; the page keeps the others.")] = None,
 ) -> None:
     """Measure, and write the page."""
     chosen = [one for one in BENCHMARKS if only is None or one.name in only]
@@ -157,19 +159,20 @@ def main(
         known = ", ".join(one.name for one in BENCHMARKS)
         raise typer.BadParameter(f"unknown benchmark {', '.join(sorted(unknown))}: choose from {known}")
     console = Console()
-    parts = [
+    head = [
         "# Figures\n\n*This page is made by `make figures`, which takes a quarter of an hour. "
         "[Performance](performance.md) explains it.*\n\nBenchmarks that compare two sides run both in alternation, "
         "in one run, and print the ratio. Where a machine is shared, read the ratios rather than the times. p50 and "
         "p95 are the median and the 95th percentile.",
-        f"Measured on {machine()}",
+        f"Measured with {machine()}",
     ]
-    failed = False
+    before = PAGE.read_text().split("\n## ")[1:] if only else []
+    failed, sections = False, {one.partition("\n")[0]: f"## {one.rstrip()}" for one in before}
     for one in chosen:
-        section, succeeded = run(one, console)
-        parts.append(section)
+        sections[one.title], succeeded = run(one, console)
         failed |= not succeeded
-        PAGE.write_text("\n\n".join(parts) + "\n")  # after each: an interrupted run leaves a page
+        ordered = [sections[each.title] for each in BENCHMARKS if each.title in sections]
+        PAGE.write_text("\n\n".join(head + ordered) + "\n")  # after each: an interrupted run leaves a page
     console.print(f"→ {PAGE.relative_to(ROOT)}", highlight=False)
     if failed:
         raise typer.Exit(1)
