@@ -122,7 +122,7 @@ def _summary(documented: Any) -> str:
 def _settings(group: str, node: Any, path: Path, skip: Collection[Any] = ()) -> Iterator[str]:
     """Yield a config's table: name, type, default, and what its comment, docstring, or that of its target, says.
 
-    ``path``: the option's file in ``conf/``, whose values are the defaults. ``skip``: names that are left out.
+    ``path``: the file of the option in ``conf/``; its values are the defaults. ``skip``: names that are left out.
     """
     config = node if isinstance(node, DictConfig) else OmegaConf.structured(node)
     given = OmegaConf.load(path) if path.is_file() else OmegaConf.create()
