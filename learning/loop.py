@@ -270,8 +270,7 @@ class Training:
             self.progress.load_state_dict(state["progress"])
             self.rewards.load_state_dict(state["rewards"])
         except (KeyError, RuntimeError, TypeError, ValueError) as error:
-            what = "this run" if folder.name != "best" else "a run that is resumed (best/ is only for evaluation)"
-            raise checkpoint.does_not_fit(folder, what, error) from error
+            raise checkpoint.does_not_fit(folder, "this run", error) from error
         self.resumed_from, before = folder, self.progress
         self.facts["resumed_from"] = {"folder": str(folder), "frames": before.frames, "version": before.version}
 
