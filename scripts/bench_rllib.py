@@ -1,4 +1,4 @@
-"""RLlib's ``sync_weights`` with wsync, and RLlib's own, in turn, to the same env runners. Needs ``.[libraries]`` and RLlib.
+"""RLlib's ``sync_weights`` with wsync, and RLlib's own, in turn, to the same env runners. Needs ``.[libraries]``.
 
     python scripts/bench_rllib.py 2 8 32            # with so many env runners
     python scripts/bench_rllib.py 2 --hidden 1024   # two layers of 1,024: 4 MiB
